@@ -91,12 +91,12 @@ def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, d
             f"{plain(name)}: cannot be loaded by Transformers: {type(error).__name__}: "
             f"{one_line(str(error).replace(str(folder), plain(name)))}"
         ) from error
-    if problem := _problem(loading):
+    if problem := loading_problem(loading):
         raise CheckpointError(f"{plain(name)}: {problem}")
     return model.eval(), loading
 
 
-def _problem(loading: Mapping[str, Any]) -> str:
+def loading_problem(loading: Mapping[str, Any]) -> str:
     """What a model that was loaded lacks, or has in another form; empty if nothing."""
     if missing := sorted(map(str, loading.get("missing_keys") or ())):
         longer = (str(key) for key in loading.get("unexpected_keys") or () if str(key).endswith(missing[0]))

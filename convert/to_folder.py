@@ -238,10 +238,11 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
 
 
 def generation_warnings(folder: Path) -> Iterator[str]:
-    """Says so if generation_config.json has values that Transformers refuses to save again."""
+    """Says so if generation_config.json has values that Transformers refuses to save with others."""
     if (folder / "generation_config.json").exists():
         try:
             GenerationConfig.from_pretrained(folder, local_files_only=True).validate(strict=True)
         except Exception as error:  # its own validator's, or of a file that means something else
             reason = one_line(error)
-            yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
+            told = "generation_config.json goes along as it is; Transformers does not save it with a change"
+            yield f"{told}: {reason}"

@@ -22,6 +22,7 @@ from typing import Any, get_args
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -40,6 +41,7 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.convert.connections import coefficients_of
 from resformer.convert.connections_alone import write_connections
+from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
@@ -56,7 +58,7 @@ from resformer.training.packing import pack_documents, spelt_specials, warn_of_p
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.sizes import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer
+from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, SettingsAreSaved
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
@@ -239,7 +241,7 @@ def build_trainer(
         "model": model,
         "data_collator": default_data_collator,
         "processing_class": tokenizer,  # saved with each checkpoint
-        "callbacks": [*callbacks, EvaluationLines(), LossGuard(options.spike)],
+        "callbacks": [*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
         "connection_learning_rate": options.rates or options.connection_learning_rate,
         "muon_learning_rate": muon,
     }
@@ -517,9 +519,17 @@ def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
     try:
         config = load_config(name)
         return config if auto_class is AutoConfig else auto_class.from_pretrained(name, config=config, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{name}: is no checkpoint that can be loaded: {one_line(error)}") from error
 
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
-    return _loaded(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True, **kwargs)
+    kwargs |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loading = _loaded(AutoModelForCausalLM, name, **kwargs)
+    if problem := loading_problem(loading):  # Transformers would train what it has drawn
+        raise CheckpointError(f"{name}: {problem}")
+    if getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            f"{name}: is quantised, and its weights are not trained. Train an adapter: resformer trl sft --use_peft."
+        )
+    return model

@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
-from resformer.errors import OutputError, one_line
+from resformer.errors import CheckpointError, OutputError, one_line
 from resformer.training.log import DRAWN, coefficients
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.packing import PackedBlocks, bytes_per_token
@@ -94,6 +95,19 @@ def losses_by_row(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Ten
     pairs = zip(logits[:, :-1], labels[:, 1:].to(logits.device), strict=True)
     nats = torch.stack([cross_entropy(row.float(), targets, reduction="sum") for row, targets in pairs])
     return nats, (labels[:, 1:] != -100).sum(1).to(nats)
+
+
+class SettingsAreSaved(TrainerCallback):
+    """Refuses generation settings that Transformers would not save, before the first step and not at a checkpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
+            try:  # the Trainer has given them the tokenizer's special tokens
+                if model.can_generate():
+                    model.generation_config.save_pretrained(folder)
+            except ValueError as error:
+                told = f"{model.config._name_or_path}: generation_config.json could not be saved again"
+                raise CheckpointError(f"{told} ({one_line(error)}). Mend that file first.") from error
 
 
 class EvaluationLines(TrainerCallback):
