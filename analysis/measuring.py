@@ -100,7 +100,7 @@ def analyze(
         tokenizer = checkpoint if tokenizer is None else tokenizer
         model = _load(checkpoint, dtype, device)
     max_tokens = min(max_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens)
-    name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
+    name = name or (os.path.basename(os.path.abspath(checkpoint)) if checkpoint else type(model).__name__)
     base = model.get_decoder()
     layers = list(getattr(base, "layers", []))
     if not layers or not all(hasattr(layer, "self_attn") for layer in layers):

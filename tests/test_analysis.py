@@ -256,9 +256,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
-def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retrofit(llama, tmp_path / "llama", method="resformer", verify="headers")
-    done = cli("analyze", llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
+    monkeypatch.chdir(tmp_path / "llama")
+    done = cli("analyze", llama, ".", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
     names = [f"{folder.name}/llama" for folder in (llama.parent, tmp_path)]
     assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == names
 

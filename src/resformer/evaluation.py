@@ -4,6 +4,7 @@ The harness has no option that imports a package. Options are those of its `lm_e
 `accelerate launch -m resformer.evaluation run OPTIONS`.
 """
 
+import json
 import os
 import sys
 
@@ -27,7 +28,8 @@ def evaluate(checkpoint: str, options: list[str]) -> None:
     if "--model" not in options:
         check_source(checkpoint)
         path = os.path.abspath(checkpoint) if os.path.isdir(checkpoint) else checkpoint  # else looked up on the Hub
-        options = ["--model", "hf", "--model_args", f"pretrained={path},use_safetensors=True", *options]
+        arguments = json.dumps({"pretrained": path, "use_safetensors": True})  # names may have commas
+        options = ["--model", "hf", "--model_args", arguments, *options]
     sys.argv = ["resformer eval", "run", *options]
     main()
 
