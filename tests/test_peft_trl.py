@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer
+from checkpoints import SIZES, byte_tokenizer, save_checkpoint
 from command_server import run
 from datasets import Dataset
 from hub_server import HubServer
@@ -202,6 +202,28 @@ def test_trainers_build_a_model_by_its_name_and_train_it(checkpoint: Path, tmp_p
     margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
     assert margins[0] == pytest.approx(0.0, abs=1e-6)
     assert margins[-1] > margins[1] > 0.0
+
+
+def test_no_plain_model_is_the_reference_of_connections_that_act(tmp_path: Path) -> None:
+    name = str(tmp_path / "plain")
+    save_checkpoint(tmp_path / "plain")
+
+    def trainer(model: PreTrainedModel) -> DPOTrainer:
+        args = DPOConfig(tmp_path, **COMMON)
+        return DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(PAIRS), processing_class=byte_tokenizer())
+
+    learned = resformer.connect(AutoModelForCausalLM.from_pretrained(name), "denseformer")
+    assert torch.equal(logits_of(trainer(learned).ref_model), logits_of(learned))  # TRL loads what has its name
+    with torch.no_grad():
+        for parameter in (each for where, each in learned.named_parameters() if is_connection(where)):
+            parameter.add_(0.5)
+    resformer.save_connections(learned, tmp_path / "learned")
+    for method in (str(tmp_path / "learned"), "svformer"):
+        model = resformer.connect(AutoModelForCausalLM.from_pretrained(name), method, lossy=True)
+        with pytest.raises(OSError, match="plain with connections"):
+            trainer(model)
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained(name), str(tmp_path / "learned"))
+    assert resformer.disconnect(model, lossy=True).config._name_or_path == name
 
 
 @pytest.fixture(scope="module")
