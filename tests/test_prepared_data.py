@@ -99,17 +99,20 @@ def test_a_chat_of_nanochat_has_the_marks_of_its_template_and_tools_outputs_are_
     assert answer == "It is <|python_start|>12/60<|python_end|>, so 0.2<|assistant_end|>"
 
 
-def test_labels_and_masks_of_tokenised_data_are_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("column", ["labels", "assistant_masks", "completion_mask"])
+def test_labels_and_masks_of_tokenised_data_are_used(column: str, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     question, answer = tokenizer("question? ")["input_ids"], tokenizer("answer")["input_ids"]
     ids = question + answer + [0] * 20
-    labels = [-100] * len(question) + answer + [-100] * 20
+    learned = [-100] * len(question) + answer + [-100] * 20
+    if column != "labels":
+        learned = [int(label >= 0) for label in learned]
     mask = [int(token > 0) for token in ids]
-    table = pa.table({"input_ids": [ids] * 40, "labels": [labels] * 40, "attention_mask": [mask] * 40})
+    table = pa.table({"input_ids": [ids] * 40, column: [learned] * 40, "attention_mask": [mask] * 40})
     pq.write_table(table, tmp_path / "prepared.parquet")
     trainer = trainer_of(tmp_path, tokenizer, str(tmp_path / "prepared.parquet"))
-    learned = torch.cat([row["labels"][row["labels"] >= 0] for row in read(trainer)]).tolist()
-    assert set(learned) == set(answer)
+    labels = torch.cat([row["labels"][row["labels"] >= 0] for row in read(trainer)]).tolist()
+    assert set(labels) == set(answer)
     assert not any((row["input_ids"] == 0).any() for row in read(trainer))
     assert not trainer.notes
 

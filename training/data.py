@@ -52,8 +52,10 @@ _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _BROKEN = (lzma.LZMAError, zlib.error, EOFError, Warning, pa.ArrowException)
 #: What is read of a chat, or of a prompt with its completion; of both, either is a text or a list of messages.
 CHAT = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
-#: What is read of tokenised data: `labels` are -100 where nothing is learned, a mask is 0 for padding.
-_TOKENS = ("input_ids", "labels", "attention_mask", "held_out")
+#: Of tokenised data, 0 where nothing is learned: what a chat template of Transformers, and TRL, make.
+MASKS = ("assistant_masks", "completion_mask")
+#: What is read of tokenised data: `labels` are -100 where nothing is learned, `attention_mask` is 0 for padding.
+_TOKENS = ("input_ids", "labels", *MASKS, "attention_mask", "held_out")
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
 
 

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from resformer.training.data import DataError, content, is_row_held_out, reading_source
+from resformer.training.data import MASKS, DataError, content, is_row_held_out, reading_source
 from resformer.version import __version__
 
 #: Passes over the same text that teach about as much as new text would, arXiv 2305.16264.
@@ -251,7 +251,8 @@ def pack_documents(
         DataError: either side does not fill one block, or a source that has a weight does not.
     """
     options = {"tokenizer": tokenizer, "parse_special": parse_special, **document_ends(tokenizer)}
-    mixed, labelled = (any(name in part.column_names for part in documents.values()) for name in ("chat", "labels"))
+    columns = {name for part in documents.values() for name in part.column_names}
+    mixed, labelled = "chat" in columns, not columns.isdisjoint({"labels", *MASKS})
 
     def tables(parts: Mapping[str, Dataset], share: float, *, wanted: bool) -> list[pa.Table]:
         found = []
@@ -372,6 +373,8 @@ def _with_labels(row: Mapping[str, Any]) -> list[int]:
         if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
             raise DataError("A row has labels that are neither its own tokens nor -100; drop the column `labels`.")
         ids = [-1 - token if label == -100 else token for label, token in zip(labels, ids, strict=True)]
+    for learned in [row[name] for name in MASKS if row.get(name) is not None]:
+        ids = [token if each or token < 0 else -1 - token for each, token in zip(learned, ids, strict=True)]
     if (mask := row.get("attention_mask")) is not None:
         ids = [token for token, seen in zip(ids, mask, strict=True) if seen]
     return ids
