@@ -18,10 +18,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 from resformer.convert.nanochat import CHAT_TEMPLATE
 from resformer.errors import CheckpointError
 from resformer.training.data import DataError, content, load_documents
-from resformer.training.options import FinetuneOptions, NewOptions
+from resformer.training.options import FinetuneOptions, NewOptions, TokenizeOptions
 from resformer.training.packing import bytes_per_token
 from resformer.training.recipe import build_trainer, finetune_checkpoint
 from resformer.training.tokenizers import make_tokenizer
+from resformer.training.tokenizing import tokenize
 from resformer.training.trainer import RecipeTrainer
 from resformer.training.untrained import new_checkpoint
 
@@ -115,6 +116,9 @@ def test_labels_and_masks_of_tokenised_data_are_used(column: str, tmp_path: Path
     assert set(labels) == set(answer)
     assert not any((row["input_ids"] == 0).any() for row in read(trainer))
     assert not trainer.notes
+    given: dict[str, Any] = {"data": [str(tmp_path / "prepared.parquet")], "tokenizer": str(tmp_path / "model")}
+    with pytest.raises(DataError, match=f"has '{column}', and only tokens that are all learned are written"):
+        tokenize(TokenizeOptions(output=str(tmp_path / "tokens"), **given))
 
 
 def test_the_column_that_is_named_wins(tmp_path: Path) -> None:

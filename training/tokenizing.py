@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from resformer.errors import CheckpointError, OutputError
+from resformer.errors import CheckpointError, OutputError, first_names
 from resformer.files import check_apart, locked, replace_text, replacing, writing
 from resformer.record import file_digest
-from resformer.training.data import INDEX, Documents, load_documents, reading_source, source_digest
+from resformer.training.data import INDEX, MASKS, DataError, Documents, load_documents, reading_source, source_digest
 from resformer.training.options import TokenizeOptions, read_begun, refuse_other
 from resformer.training.packing import document_ends, spelt_specials, tokenise
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
@@ -165,6 +165,9 @@ def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list
             documents.load_state_dict(place)
         with reading_source(source):
             for batch in documents.iter(batch_size=_BATCH):
+                if marks := {"labels", *MASKS} & batch.keys():
+                    told = f"{source}: has {first_names(marks)}, and only tokens that are all learned are written"
+                    raise DataError(f"{told}; give it to `finetune` as it is, or drop these columns.")
                 yield batch, (number, documents.state_dict())
 
 
