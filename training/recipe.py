@@ -441,6 +441,7 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
     harm = {
         "label_smoothing_factor": "held-out losses and perplexities would be smoothed, too; leave it out",
+        "include_num_input_tokens_seen": "tokens in metrics.json and the card would be others; leave it out",
         "dataloader_drop_last": "held-out blocks would be dropped, too; every step is a full batch without it",
     }
     if value and name in harm:
