@@ -185,6 +185,15 @@ def test_tool_calls_that_a_template_does_not_render_are_refused(tmp_path: Path) 
         trainer_of(tmp_path, byte_tokenizer(CHATML), rows(tmp_path / "c.jsonl", [{"messages": chat}] * 20))
 
 
+def test_a_chat_that_begins_with_an_answer_is_refused_or_learns_the_others(tmp_path: Path) -> None:
+    first: dict[str, Any] = {"role": "assistant", "content": "Hello."}
+    others = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]
+    with pytest.raises(DataError, match=r'begins with an answer, .*write a message before it, or "weight": 0 in it'):
+        trainer_of(tmp_path, byte_tokenizer(CHATML), rows(tmp_path / "a.jsonl", [{"messages": [first, *others]}] * 20))
+    data = rows(tmp_path / "b.jsonl", [{"messages": [{**first, "weight": 0}, *others]}] * 20)
+    assert first_document(trainer_of(tmp_path, byte_tokenizer(CHATML), data))[1] == "Yo.<|im_end|>\n"
+
+
 def test_a_completion_is_tokenised_as_it_follows_its_prompt(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -212,6 +212,9 @@ def _rows_of_one(
     if marked and everything and not given and not any(_dropped(each, whole) for each in messages):
         yield {"kind": _CHAT, "messages": messages, **more}
         return
+    if answers[0] == 0:
+        way_out = f'write a message before it, or "weight": 0 in it, or {_WAY_OUT}'
+        raise DataError(f"A chat begins with an answer, and the chat template does not mark answers; {way_out}.")
     for number in answers:
         text = render(messages[: number + 1])
         for before, message in enumerate(messages[: number + 1]):
