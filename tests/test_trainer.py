@@ -266,7 +266,7 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
         set_connection_rates(hidden, run.model, dict.fromkeys(CONNECTIONS, 1e-2))
 
 
-def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted(method: str, *, train: bool = False) -> Any:
@@ -287,15 +287,25 @@ def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.M
         name for name, parameter in trained.named_parameters() if is_connection(name) and parameter.requires_grad
     ]
     assert len(connections) == sum(is_connection(name) for name, _ in trained.base_model.model.named_parameters()) / 2
-    # TRL's command line trains them.
-    pytest.importorskip("trl")
-    monkeypatch.setattr("runpy.run_module", lambda *given, **named: None)
-    for given in ([], ["--use_peft"], ["--use_peft", "--lora_modules_to_save", "value_residual"]):
+    # TRL's command line trains them, however its options are written.
+    library = pytest.importorskip("trl")
+    found: list[Any] = []
+
+    def script(*given: Any, **named: Any) -> None:
+        (arguments,) = library.TrlParser((library.ModelConfig,)).parse_args_and_config()
+        found.append(getattr(library.get_peft_config(arguments), "modules_to_save", None))
+
+    (tmp_path / "options.yaml").write_text("use_peft: true\n")
+    monkeypatch.setattr("runpy.run_module", script)
+    own = ["--use-peft", "--lora-modules-to-save", "value_residual"]
+    asked = [["--use_peft"], ["--use-peft"], ["--use_peft=true"], ["--config", str(tmp_path / "options.yaml")]]
+    for given in [[], own, *asked]:
+        monkeypatch.setattr("trl.get_peft_config", library.get_peft_config)
         monkeypatch.setattr(sys, "argv", ["resformer.trl", "sft", *given])
         trl.main()
-        kinds = {"value_residual", "depth_average"} if given == ["--use_peft"] else {*given[2:]}
-        assert kinds <= {*sys.argv}
-        assert len(sys.argv) == 1 + len(given) or given == ["--use_peft"]
+    nothing, chosen, *by_default = found
+    assert (nothing, chosen) == (None, ["value_residual"])
+    assert all({"value_residual", "depth_average"} <= set(names) for names in by_default)
 
 
 def test_predictions_are_logits_without_the_cache(trainer: Build) -> None:

@@ -9,6 +9,8 @@ scripts. The script runs in this process: for several devices, `accelerate launc
 import runpy
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
+from functools import partial
 from pkgutil import iter_modules
 from typing import Any
 
@@ -40,9 +42,17 @@ class FullPrecisionConnections(TrainerCallback):
                     parameter.data = torch.where(unchanged, original, parameter.to(original.dtype)).detach()
 
 
+def _with_connections(get_peft_config: Callable[[Any], Any], arguments: Any) -> Any:
+    """The adapter that a script's arguments ask for, however they are written; it trains the connections by default."""
+    if arguments.lora_modules_to_save is None:
+        arguments.lora_modules_to_save = [kind.name for kind in KINDS]
+    return get_peft_config(arguments)
+
+
 def main() -> None:
     """Runs the script that the command line names with the rest of its arguments."""
     require("trl", "train")
+    import trl
     from transformers import trainer
     from trl import scripts
 
@@ -51,15 +61,12 @@ def main() -> None:
     parser.add_argument("command", choices=sorted(names - {"env", "utils", "vllm_serve"}))
     command = parser.parse_args(sys.argv[1:2]).command
     trainer.DEFAULT_CALLBACKS.append(FullPrecisionConnections)
+    trl.get_peft_config = partial(_with_connections, trl.get_peft_config)
     if command == "sft":
-        import trl
-
         from resformer.training.chats import SupervisedTrainer
 
         trl.SFTTrainer = SupervisedTrainer
     sys.argv = [f"resformer trl {command}", *sys.argv[2:]]
-    if "--use_peft" in sys.argv and "--lora_modules_to_save" not in sys.argv:
-        sys.argv += ["--lora_modules_to_save", *(kind.name for kind in KINDS)]
     runpy.run_module(f"trl.scripts.{command}", run_name="__main__")
 
 
