@@ -306,7 +306,8 @@ FORMS = [
     ("delta-attention-residuals", {}, sums, "products_pay"),
     ("mudd", {}, sums, "products_pay"),
     ("attnres", {}, attnres, "products_pay"),
-    ("mhc", {}, hyper_connections, "is_ordinary"),
+    *((method, {}, hyper_connections, "is_ordinary") for method in ("mhc", "hyper-connections")),
+    *((method, {}, sums, "one_function_pays") for method in ("mhc", "hyper-connections")),
     *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
     ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
@@ -333,8 +334,19 @@ def attended_and_handed_on(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return attnres.attended(*inputs), inputs[0] * 1.0
 
 
+def projected(*inputs: torch.Tensor) -> torch.Tensor:
+    return hyper_connections.Projected.apply(*inputs, 1e-3)
+
+
+def plainly_projected(stream: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    streams = (stream.unsqueeze(-2) + states).reshape(*stream.shape[:-1], -1, weight.shape[-1])
+    return nn.functional.rms_norm(streams, weight.shape[-1:], eps=1e-3) @ weight.mT, states * 1.0
+
+
 OF_STREAMS = {
     "Sinkhorn": (hyper_connections.Sinkhorn.apply, hyper_connections._sinkhorn, [(2, 3, 4, 4)]),
+    "Projected": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 12)]),
+    "Projected of each": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 3)]),
     "Attended": (attnres.Attended.apply, attended_and_handed_on, [(3, 2, 2, 3), (2, 2, 3), (4, 2, 2, 1), (3, 1)]),
 }
 
@@ -350,6 +362,15 @@ def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_d
         batches = [torch.stack([each.detach().cos(), each.detach().sin()]) for each in outputs]
         batched = torch.autograd.grad(outputs, inputs, batches, retain_graph=True, is_grads_batched=True)
         found.append([*outputs, *batched, *torch.autograd.grad(outputs, inputs, [each[0] for each in batches])])
+        for number in range(len(inputs)):  # the others are frozen, and one output alone has a gradient
+            alone = [each.detach().requires_grad_(n == number) for n, each in enumerate(inputs)]
+            outputs = run(*alone)
+            for output in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
+                if output.requires_grad:
+                    square = output.square().sum()
+                    (first,) = torch.autograd.grad(square, alone[number], create_graph=True, allow_unused=True)
+                    if first is not None:
+                        found[-1] += [first, *torch.autograd.grad(first.sum(), alone[number])]
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert torch.autograd.gradcheck(function, inputs)
@@ -405,6 +426,8 @@ def test_constrained_hyper_connections_are_those_of_transformers(form: str, fami
             lanes = mix[0].transpose(-1, -2) @ lanes if mix else lanes
             lanes = lanes + post.unsqueeze(-1) * added.unsqueeze(-2)
             got, mixed, gain = module.connect(stream, apart, sublayer)
+            if sublayer == 1:  # their means, and what differs from these
+                mixed, gain = mixed[..., :1, :] + mixed[..., 1:, :], gain[..., :1] + gain[..., 1:]
         torch.testing.assert_close(got, read, rtol=1e-4, atol=1e-5)
         ours = (stream + added).unsqueeze(-2) + mixed + gain.unsqueeze(-1) * added.unsqueeze(-2)
         torch.testing.assert_close(ours, lanes, rtol=1e-4, atol=1e-5)
