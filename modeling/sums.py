@@ -93,12 +93,13 @@ def derivatives(
 ) -> tuple[torch.Tensor | None, ...]:
     """Within a backward pass that `is_differentiated`, the gradients of `inputs` by those of `function`'s outputs, as
     autograd makes them: they have gradients too. `None` for an input that needs none."""
+    needed = [each for each in inputs if each.requires_grad]
     with torch.enable_grad():
         pairs = zip(function(*inputs), gradients, strict=True)
-        outputs, given = zip(*((a, b) for a, b in pairs if a.requires_grad and b is not None), strict=True)
-        needed = [each for each in inputs if each.requires_grad]
-        made = iter(torch.autograd.grad(outputs, needed, given, create_graph=True, allow_unused=True))
-    return tuple(next(made) if each.requires_grad else None for each in inputs)
+        outputs = {output: given for output, given in pairs if output.requires_grad and given is not None}
+        options = {"create_graph": True, "allow_unused": True}
+        made = iter(torch.autograd.grad([*outputs], needed, [*outputs.values()], **options) if outputs else ())
+    return tuple(next(made, None) if each.requires_grad else None for each in inputs)
 
 
 def products_pay(states: Sequence[torch.Tensor]) -> bool:
