@@ -1,7 +1,7 @@
 """Weighted sums of states, as the connections need them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ def weighted_sums(states: Sequence[torch.Tensor], weights: torch.Tensor) -> Iter
     return (weighted_sum(states, each.movedim(-1, 0).unsqueeze(-1)) for each in weights.unbind(-2))
 
 
+def plus_outer(states: torch.Tensor, weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Returns states[k] + weights[.., k] state of each k.
+
+    Args:
+        states: `(.., K, width)`.
+        weights: `(.., K)`, or `(K,)`.
+        state: `(.., width)`.
+    """
+    if not one_function_pays(states):
+        return torch.addcmul(states, weights.unsqueeze(-1), state.unsqueeze(-2))
+    columns = weights.expand(states.shape[:-1]).reshape(-1, states.shape[-2], 1)
+    return torch.baddbmm(states.flatten(0, -3), columns, state.reshape(-1, 1, state.shape[-1])).view_as(states)
+
+
 def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] = ()) -> bool:
     """Whether these are plain tensors on one device, the states of one dtype, outside of torch.compile, torch.jit
     tracing and transforms.
@@ -72,15 +86,38 @@ def is_differentiated(gradient: torch.Tensor) -> bool:
     return torch.is_grad_enabled() or batched
 
 
+def derivatives(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor | None, ...]:
+    """Within a backward pass that `is_differentiated`, the gradients of `inputs` by those of `function`'s outputs, as
+    autograd makes them: they have gradients too. `None` for an input that needs none."""
+    needed = [each for each in inputs if each.requires_grad]
+    with torch.enable_grad():
+        pairs = zip(function(*inputs), gradients, strict=True)
+        outputs = {output: given for output, given in pairs if output.requires_grad and given is not None}
+        options = {"create_graph": True, "allow_unused": True}
+        made = iter(torch.autograd.grad([*outputs], needed, [*outputs.values()], **options) if outputs else ())
+    return tuple(next(made, None) if each.requires_grad else None for each in inputs)
+
+
 def products_pay(states: Sequence[torch.Tensor]) -> bool:
     """Whether one product for all sums costs less than each by itself: it moves a quarter of the bytes, by small
     matrices, many of which are slow on CPUs. Compilers fuse sums."""
     return is_ordinary(states) and (not states[0].is_cpu or math.prod(states[0].shape[:-1]) <= 256)
 
 
+def one_function_pays(state: torch.Tensor) -> bool:
+    """Whether a function with few kernels backward costs less than a sum with few forward; on CPUs it does not, and
+    compilers fuse sums."""
+    return torch.is_grad_enabled() and not state.is_cpu and is_ordinary([state])
+
+
 def mean_square(states: torch.Tensor) -> torch.Tensor:
     """Returns the mean of the squares over the last dimension, `(.., 1)`, in float32 or wider: RMSNorm's."""
-    made: torch.Tensor = MeanSquare.apply(states) if is_ordinary([states]) else _mean_square(states)
+    is_one = torch.is_grad_enabled() and is_ordinary([states])
+    made: torch.Tensor = (MeanSquare.apply if is_one else _mean_square)(states)
     return made
 
 

@@ -18,7 +18,7 @@ from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling import sums
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attnres, depth_average, hyper_connections, value_residual
+from resformer.modeling.connections import KINDS, attnres, depth_average, hyper_connections, mudd, value_residual
 from resformer.training.optimizer import is_connection
 
 
@@ -305,8 +305,12 @@ def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_que
 FORMS = [
     ("delta-attention-residuals", {}, sums, "products_pay"),
     ("mudd", {}, sums, "products_pay"),
+    ("mudd", {}, mudd, "one_function_pays"),
+    ("mudd", {"mudd_norm": True, "mudd_channels": "vkr"}, mudd, "one_function_pays"),
+    ("mudd", {"mudd_channels": "qv", "value_sources": [0, 1, 1, 3, 4, 4]}, mudd, "one_function_pays"),
     ("attnres", {}, attnres, "products_pay"),
-    ("mhc", {}, hyper_connections, "is_ordinary"),
+    *((method, {}, hyper_connections, "is_ordinary") for method in ("mhc", "hyper-connections")),
+    *((method, {}, sums, "one_function_pays") for method in ("mhc", "hyper-connections")),
     *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
     ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
@@ -320,21 +324,50 @@ def test_one_product_is_its_sums(
     method: str, fields: dict[str, Any], module: ModuleType, asked: str, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     results = []
-    for product in (True, False):
+    for product, checkpointed in ((True, False), (True, True), (False, False)):
         monkeypatch.setattr(module, asked, lambda *tensors, product=product: product)
         model = tiny_model(method, dtype=torch.float64, **fields).to(device).train()
-        model_loss(model, **moved(RAGGED, device)).backward()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        first, second = (model_loss(model, **moved(RAGGED, device)) for _ in range(2))  # both are alive
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
         results.append([parameter.grad for parameter in model.parameters()])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    *products, sums_alone = results
+    for gradients in products:
+        for got, expected in zip(gradients, sums_alone, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def attended_and_handed_on(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return attnres.attended(*inputs), inputs[0] * 1.0
 
 
+def projected(*inputs: torch.Tensor) -> torch.Tensor:
+    return hyper_connections.Projected.apply(*inputs, 1e-3)
+
+
+def plainly_projected(stream: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    streams = (stream.unsqueeze(-2) + states).reshape(*stream.shape[:-1], -1, weight.shape[-1])
+    return nn.functional.rms_norm(streams, weight.shape[-1:], eps=1e-3) @ weight.mT, states * 1.0
+
+
+def summed(weights: torch.Tensor, state: torch.Tensor, earlier: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    buffer = torch.cat((earlier.detach(), torch.zeros(2, 2, 3, 3, dtype=torch.float64)), dim=-2)
+    return mudd.Summed.apply(weights, state, earlier, buffer)
+
+
+def plainly_summed(weights: torch.Tensor, state: torch.Tensor, earlier: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    states = torch.stack([*earlier.unbind(-2), state], dim=-2)
+    return torch.einsum("btsk,btkd->btsd", weights, states), states
+
+
 OF_STREAMS = {
     "Sinkhorn": (hyper_connections.Sinkhorn.apply, hyper_connections._sinkhorn, [(2, 3, 4, 4)]),
+    "Summed": (summed, plainly_summed, [(2, 2, 4, 3), (2, 2, 3), (2, 2, 2, 3)]),
+    "Projected": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 12)]),
+    "Projected of each": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 3)]),
     "Attended": (attnres.Attended.apply, attended_and_handed_on, [(3, 2, 2, 3), (2, 2, 3), (4, 2, 2, 1), (3, 1)]),
 }
 
@@ -350,6 +383,15 @@ def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_d
         batches = [torch.stack([each.detach().cos(), each.detach().sin()]) for each in outputs]
         batched = torch.autograd.grad(outputs, inputs, batches, retain_graph=True, is_grads_batched=True)
         found.append([*outputs, *batched, *torch.autograd.grad(outputs, inputs, [each[0] for each in batches])])
+        for number in range(len(inputs)):  # the others are frozen, and one output alone has a gradient
+            alone = [each.detach().requires_grad_(n == number) for n, each in enumerate(inputs)]
+            outputs = run(*alone)
+            for output in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
+                if output.requires_grad:
+                    square = output.square().sum()
+                    (first,) = torch.autograd.grad(square, alone[number], create_graph=True, allow_unused=True)
+                    if first is not None:
+                        found[-1] += [first, *torch.autograd.grad(first.sum(), alone[number], retain_graph=True)]
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert torch.autograd.gradcheck(function, inputs)
@@ -405,6 +447,8 @@ def test_constrained_hyper_connections_are_those_of_transformers(form: str, fami
             lanes = mix[0].transpose(-1, -2) @ lanes if mix else lanes
             lanes = lanes + post.unsqueeze(-1) * added.unsqueeze(-2)
             got, mixed, gain = module.connect(stream, apart, sublayer)
+            if sublayer == 1:  # their means, and what differs from these
+                mixed, gain = mixed[..., :1, :] + mixed[..., 1:, :], gain[..., :1] + gain[..., 1:]
         torch.testing.assert_close(got, read, rtol=1e-4, atol=1e-5)
         ours = (stream + added).unsqueeze(-2) + mixed + gain.unsqueeze(-1) * added.unsqueeze(-2)
         torch.testing.assert_close(ours, lanes, rtol=1e-4, atol=1e-5)

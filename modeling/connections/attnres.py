@@ -26,7 +26,7 @@ from transformers.utils.generic import maybe_autocast
 from resformer.configuration.connection_fields import AttnResFields
 from resformer.configuration.sources import block_starts
 from resformer.modeling.connection import Connection, Reads, coefficient
-from resformer.modeling.sums import is_differentiated, mean_square, products_pay
+from resformer.modeling.sums import derivatives, is_differentiated, mean_square, products_pay
 
 
 class AttnRes(Connection):
@@ -173,9 +173,7 @@ class Attended(torch.autograd.Function):
         ended, last, scales, query, products, weights = ctx.saved_tensors
         if is_differentiated(gradient):
             inputs = ended, last, scales, query
-            with torch.enable_grad():
-                of_ended, *others = torch.autograd.grad(attended(*inputs), inputs, gradient, create_graph=True)
-            return of_ended if of_next is None else of_ended + of_next, *others
+            return derivatives(lambda *each: (attended(*each), each[0]), inputs, (gradient, of_next))
         with maybe_autocast(device_type=ended.device.type, enabled=False):
             dots = (_by_token(ended) @ gradient.unsqueeze(-1)).movedim(-2, 0)
             dots = torch.cat((dots, (last * gradient).sum(-1, keepdim=True)[None]))

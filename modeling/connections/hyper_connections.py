@@ -29,6 +29,7 @@ not see but for its epsilon, and a new model's output projections start sqrt(n) 
 absorbs. What other connections make of x is made of every h_i. No cache is needed beyond the family's.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import HyperConnectionFields
 from resformer.modeling.connection import Connection, Reads, coefficient
-from resformer.modeling.sums import is_differentiated, is_ordinary, mean_square
+from resformer.modeling.sums import derivatives, is_differentiated, is_ordinary, mean_square, plus_outer
 
 OWN, DIAGONAL, ITERATIONS = 0.7, 4.0, 20
 
@@ -84,7 +85,10 @@ class HyperConnections(Connection):
         attention_added: torch.Tensor | None = None,
         mlp_added: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns r, or what the layer returns; and E, `(batch, tokens, n, hidden_size)`, and b - 1 of the sublayer."""
+        """Returns r, or what the layer returns; and E, `(batch, tokens, n, hidden_size)`, and b - 1 of the sublayer.
+
+        Of the MLP these are the mean over the streams, which x becomes with it, and what differs from it, n + 1 each.
+        """
         if hyper_states is None:
             shape = (*states.shape[:-1], self.streams, states.shape[-1])
             hyper_states = states.new_zeros(()).expand(shape)
@@ -92,14 +96,13 @@ class HyperConnections(Connection):
         with maybe_autocast(device_type=states.device.type, enabled=False):
             added = attention_added if mlp_added is None else mlp_added
             if added is not None and hyper_gain is not None:
-                added = added.reshape(stream.shape).to(stream.dtype)
-                hyper_states = torch.addcmul(hyper_states, hyper_gain.unsqueeze(-1), added.unsqueeze(-2))
+                hyper_states = plus_outer(hyper_states, hyper_gain, added.reshape(stream.shape).to(stream.dtype))
             if mlp_added is None:
                 sublayer = 0 if attention_added is None else 1
                 stream, hyper_states, hyper_gain = self.connect(stream, hyper_states, sublayer)
                 return stream.view_as(states), {"hyper_states": hyper_states, "hyper_gain": hyper_gain}
-            mean = hyper_states.mean(-2, keepdim=True)
-            return states + mean.squeeze(-2), {"hyper_states": hyper_states - mean}
+            mean, hyper_states = hyper_states.split([1, self.streams], dim=-2)
+            return states + mean.view_as(states), {"hyper_states": hyper_states}
 
     def connect(
         self, stream: torch.Tensor, states: torch.Tensor, sublayer: int
@@ -107,12 +110,13 @@ class HyperConnections(Connection):
         """Returns r, E but for the term of f, and b - 1, of the stream x and E."""
         n, logits = self.streams, self.static[sublayer]
         if self.form != "static":
-            logits = logits + self.of_token(stream, states, sublayer)
+            of_token, states = self.of_token(stream, states, sublayer)
+            logits = logits + of_token
         read, gain, *mix = logits.split(self.sizes, dim=-1)
-        mix = [each.unflatten(-1, (n, n)) for each in mix]
-        rows = None  # sum_j R_ij - 1
+        mix, gain = [each.unflatten(-1, (n, n)) for each in mix], gain.unsqueeze(-1)
         if self.form in ("static", "dynamic"):
-            excess, gain, rows = read.sum(-1, keepdim=True) - 1, gain - 1, mix[0].sum(-1, keepdim=True) - 1
+            excess, gain = read.sum(-1, keepdim=True) - 1, gain - 1
+            mix.append(mix[0].sum(-1, keepdim=True) - 1)
         else:
             own = torch.arange(n, device=read.device) == self.own[sublayer]
             start = own.to(read.dtype) * (OWN - (1 - OWN) / (n - 1)) + (1 - OWN) / (n - 1)
@@ -120,28 +124,30 @@ class HyperConnections(Connection):
             change = 2 * start * (1 - start) * half / (1 - (1 - 2 * start) * half)
             read, excess, gain = start + change, change.sum(-1, keepdim=True), torch.tanh(gain / 2)
             mix = [sinkhorn(each) for each in mix]
-        weights = torch.cat((read.unsqueeze(-2), *mix), dim=-2).to(states.dtype)
-        mixed, *others = (weights @ states).split([1, n] if mix else 1, dim=-2)
-        result = stream + torch.addcmul(mixed.squeeze(-2), excess.to(stream.dtype), stream)
+        if sublayer == 1:  # the mean over E, and E without it
+            mix = mix or [torch.eye(n, dtype=gain.dtype, device=gain.device).expand(*gain.shape[:-1], n)]
+            columns = torch.cat((gain, *mix), dim=-1)
+            mean = columns.mean(-2, keepdim=True)
+            gain, *mix = torch.cat((mean, columns - mean), dim=-2).split([1, n, 1][: 1 + len(mix)], dim=-1)
+        weights = torch.cat((read.unsqueeze(-2), *mix[:1]), dim=-2).to(states.dtype)
+        mixed = weights @ states
         if mix:
-            (states,) = others
-        if rows is not None:
-            states = torch.addcmul(states, rows.to(states.dtype), stream.unsqueeze(-2))
-        return result, states, gain.to(states.dtype)
+            mixed, states = mixed.split([1, n + sublayer], dim=-2)
+        result = stream + plus_outer(mixed, excess.to(stream.dtype), stream).squeeze(-2)
+        if len(mix) > 1:  # rows of R that do not add to 1
+            states = plus_outer(states, mix[1].squeeze(-1).to(states.dtype), stream)
+        return result, states, gain.squeeze(-1).to(states.dtype)
 
-    def of_token(self, stream: torch.Tensor, states: torch.Tensor, sublayer: int) -> torch.Tensor:
-        """What is added to the static of p, b and R, `(batch, tokens, n + n + n n)`."""
-        weight, scale = self.weight[sublayer], self.scale[sublayer]
-        streams = stream.unsqueeze(-2) + states  # what is kept of it for the backward pass has the model's dtype
-        if self.form != "dynamic":
-            streams = streams.flatten(-2)
-        made = torch.rsqrt(mean_square(streams) + self.epsilon) * nn.functional.linear(
-            streams, weight.to(streams.dtype)
-        )
-        scales = [*scale]
+    def of_token(self, stream: torch.Tensor, states: torch.Tensor, sublayer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what is added to the static of p, b and R, `(batch, tokens, n + n + n n)`, and E."""
+        inputs = stream, states, self.weight[sublayer].to(stream.dtype), self.epsilon
+        is_one = torch.is_grad_enabled() and is_ordinary(inputs[:2], inputs[2:3])
+        made, states = (Projected.apply if is_one else projected)(*inputs)
+        scales = [*self.scale[sublayer]]
         if self.form == "dynamic":
-            made, scales = torch.tanh(made).mT.flatten(-2), [scales[0], scales[1], scales[0]]
-        return made * torch.cat([each.expand(size) for each, size in zip(scales, self.sizes, strict=True)])
+            made, scales = torch.tanh(made).mT, [scales[0], scales[1], scales[0]]
+        sizes = zip(scales, self.sizes, strict=True)
+        return made.flatten(-2) * torch.cat([each.expand(size) for each, size in sizes]), states
 
     @classmethod
     def layers(cls, config: Any) -> range:
@@ -159,6 +165,66 @@ class HyperConnections(Connection):
         read_and_mix = {"mhc": n * (n + 1) + 1, "ihc": n + 1}.get(form, (n + 1) * (n + 1))
         layers = len(cls.layers(config))
         return 4 * layers * config.hidden_size * (made + read_and_mix + n) + 2 * layers * n * config.hidden_size
+
+
+def projected(
+    stream: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns n^(h) W of all streams together or, where W is as wide as one, of each: `(.., 1 or n, rows of W)`. And E.
+
+    Args:
+        stream: x, `(.., width)`.
+        states: E, `(.., n, width)`.
+        weight: W, `(rows, n width)` or `(rows, width)`.
+    """
+    streams = _streams(stream, states, weight)
+    return _scales(streams, epsilon) * nn.functional.linear(streams, weight), states
+
+
+def _streams(stream: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (stream.unsqueeze(-2) + states).view(*stream.shape[:-1], -1, weight.shape[-1])
+
+
+def _scales(streams: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return torch.rsqrt(mean_square(streams) + epsilon)
+
+
+class Projected(torch.autograd.Function):
+    """`projected`, without keeping the sums h_i = x + E_i: the backward pass makes them again.
+
+        dh = r dz W - r^3 / width <dz, h W> h        dE = dh + that of the mix, which reads the E returned
+
+    for z = r h W, r the scale of RMSNorm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stream: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Any:
+        ctx.set_materialize_grads(False)
+        streams = _streams(stream, states, weight)
+        scales, products = _scales(streams, epsilon), nn.functional.linear(streams, weight)
+        ctx.epsilon = epsilon
+        ctx.save_for_backward(stream, states, weight, scales, products)
+        return scales * products, states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_mix: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, of_mix, None, None
+        stream, states, weight, scales, products = ctx.saved_tensors
+        if is_differentiated(gradient):
+            plain = functools.partial(projected, epsilon=ctx.epsilon)
+            return *derivatives(plain, (stream, states, weight), (gradient, of_mix)), None
+        with maybe_autocast(device_type=stream.device.type, enabled=False):
+            streams, (n, width) = _streams(stream, states, weight), states.shape[-2:]
+            of_products = (scales * gradient).to(products.dtype)
+            factors = (gradient * products).sum(-1, keepdim=True) * scales.pow(3) / -weight.shape[-1]
+            factors = factors.to(streams.dtype)
+            rows, lines = of_products.flatten(0, -2), streams.flatten(0, -2)
+            of_streams = rows @ weight if of_mix is None else torch.addmm(of_mix.reshape(lines.shape), rows, weight)
+            of_streams = of_streams.view_as(streams).addcmul_(streams, factors)
+            of_stream = of_products.sum(-2) @ weight.unflatten(-1, (-1, width)).sum(1)
+            each = factors.expand(*factors.shape[:-2], n, 1).mT @ streams.view_as(states)
+            return of_stream + each.squeeze(-2), of_streams.view_as(states), rows.mT @ lines, None
 
 
 def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
@@ -194,11 +260,10 @@ class Sinkhorn(torch.autograd.Function):
         return every_u[-1] * kernel * every_v[-1].mT
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
         logits, every_u, every_v = ctx.saved_tensors
         if is_differentiated(gradient):
-            with torch.enable_grad():
-                return torch.autograd.grad(_sinkhorn(logits), logits, gradient, create_graph=True)[0]
+            return derivatives(lambda each: [_sinkhorn(each)], [logits], [gradient])[0]
         with maybe_autocast(device_type=logits.device.type, enabled=False):
             kernel, of_u, of_v = _kernel(logits), -every_u[1:].square(), -every_v.square()
             product = gradient * kernel

@@ -34,7 +34,7 @@ from transformers.utils.generic import maybe_autocast
 from resformer.configuration import key_sources, value_sources
 from resformer.configuration.connection_fields import MuddFields
 from resformer.modeling.connection import BetweenLayers, Connection, coefficient, whole
-from resformer.modeling.sums import mean_square, weighted_sums
+from resformer.modeling.sums import derivatives, is_differentiated, mean_square, one_function_pays, weighted_sums
 
 INPUTS = {"q": "query_input", "k": "key_input", "v": "value_input"}
 
@@ -149,6 +149,8 @@ class Aggregates(BetweenLayers):
         self.modules, self.parameters = modules, {layer: module() for layer, module in modules.items()}
         self.count = 0
         self.states: list[torch.Tensor] = []  # X_j, or Norm_j(X_j)
+        self.buffer: torch.Tensor | None = None  # has room for all of them, for `Summed`, which hands `stack` on
+        self.stack: torch.Tensor
 
     def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer != self.count:
@@ -178,8 +180,8 @@ class Aggregates(BetweenLayers):
         state = hidden_states
         if "pre" in own:
             state = hidden_states * scale.to(hidden_states) * own["pre"][-1 if number else 0].to(hidden_states)
-        self.states = [*(each.to(hidden_states) for each in self.states), state]
         if number == 0 or not module.channels:
+            self.sums(state, state.new_empty(*state.shape[:-1], 0, number + 1))
             return hidden_states, {}
         with maybe_autocast(device_type=device.type, enabled=False):
             hidden = scale * nn.functional.linear(hidden_states, own["first"].to(hidden_states))
@@ -187,7 +189,7 @@ class Aggregates(BetweenLayers):
         weights = weights.unflatten(-1, own["static"].shape) + own["static"]
         if "r" in module.channels and "post" not in own:
             weights = torch.cat((weights[..., :-1, :] - weights[..., -1:, :], weights[..., -1:, :]), dim=-2)
-        terms = [*weighted_sums(self.states, weights.to(hidden_states))]
+        terms = self.sums(state, weights.to(hidden_states))
         if "r" in module.channels:
             *terms, stream = terms
             if "post" in own:
@@ -196,3 +198,53 @@ class Aggregates(BetweenLayers):
                 terms = [each - stream for each in terms]
             hidden_states = hidden_states + stream
         return hidden_states, dict(zip(module.channels, terms, strict=False))
+
+    def sums(self, state: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        """Returns sum_k weights[.., s, k] X_k of each s; `state` is the last X_k."""
+        if self.buffer is None and not self.states and one_function_pays(state):
+            self.buffer = state.new_empty(*state.shape[:-1], 2 + max(self.modules), state.shape[-1])
+            self.stack = self.buffer[..., :0, :]
+        if self.buffer is None:
+            self.states = [*(each.to(state) for each in self.states), state]
+            return [*weighted_sums(self.states, weights)] if weights.shape[-2] else []
+        self.buffer = self.buffer.to(state)
+        sums, self.stack = Summed.apply(weights, state, self.stack.to(state), self.buffer)
+        return [*sums.unbind(-2)]
+
+
+class Summed(torch.autograd.Function):
+    """Z_s = sum_k A_sk X_k, and all X_k for the next block: views of one buffer, into which each is copied once.
+
+        dX_k = sum_s A_sk dZ_s + that of the next block        dA_sk = <dZ_s, X_k>
+
+    On the way back one product of a block adds to the gradients of all X_k.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, state: torch.Tensor, earlier: torch.Tensor, buffer: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        states = buffer.data[..., : weights.shape[-1], :]  # `data`: what is saved of other states has not changed
+        states[..., -1, :] = state
+        ctx.save_for_backward(weights, state, earlier, states)
+        with maybe_autocast(device_type=state.device.type, enabled=False):
+            return weights @ states, states
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_next: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, *((None, None) if of_next is None else (of_next[..., -1, :], of_next[..., :-1, :])), None
+        weights, state, earlier, states = ctx.saved_tensors
+        if is_differentiated(gradient):
+            return *derivatives(summed, (weights, state, earlier), (gradient, of_next)), None
+        with maybe_autocast(device_type=state.device.type, enabled=False):
+            if of_next is None:
+                of_states = weights.mT @ gradient
+            else:
+                flat = (each.flatten(0, -3) for each in (of_next, weights.mT, gradient))
+                of_states = torch.baddbmm(*flat).view_as(states)
+            return gradient @ states.mT, of_states[..., -1, :], of_states[..., :-1, :], None
+
+
+def summed(weights: torch.Tensor, state: torch.Tensor, earlier: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    states = torch.cat((earlier, state.unsqueeze(-2)), dim=-2)
+    return weights @ states, states

@@ -37,7 +37,7 @@ from resformer.modeling.connection import (
     coefficient,
 )
 from resformer.modeling.connections.depth_average import RunningAverage
-from resformer.modeling.sums import is_differentiated, is_ordinary, weighted_sum
+from resformer.modeling.sums import is_differentiated, is_ordinary, one_function_pays, weighted_sum
 
 #: Numbers that may be kept so that decoding launches less.
 MANY = 2**24
@@ -265,11 +265,6 @@ class Onward:
 
     first: torch.Tensor | None = None
     is_taken = False
-
-
-def one_function_pays(first: torch.Tensor) -> bool:
-    """Whether `Mix` costs less than the plain sum; on CPUs it does not, and compilers fuse sums."""
-    return torch.is_grad_enabled() and not first.is_cpu and is_ordinary([first])
 
 
 class FirstValues(BetweenLayers):
