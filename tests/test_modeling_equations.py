@@ -310,7 +310,7 @@ FORMS = [
     ("mudd", {"mudd_channels": "qv", "value_sources": [0, 1, 1, 3, 4, 4]}, mudd, "one_function_pays"),
     ("attnres", {}, attnres, "products_pay"),
     *((method, {}, hyper_connections, "is_ordinary") for method in ("mhc", "hyper-connections")),
-    *((method, {}, sums, "one_function_pays") for method in ("mhc", "hyper-connections")),
+    *(("mhc", {"hyper_connections": form}, sums, "one_function_pays") for form in ("static", "dynamic", "mhc", "ihc")),
     *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
     ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
