@@ -39,8 +39,6 @@ logger = logging.get_logger(__name__)
 
 #: A name or a class, several, or connection fields.
 Methods = str | type[Connection] | Sequence[str | type[Connection]] | Mapping[Any, Any] | None
-#: Ends the name of a model that computes something else than what has its name.
-_WITH = " with connections"
 
 
 def connect(
@@ -55,8 +53,8 @@ def connect(
 
     Coefficients start at values with which no logit changes, bit for bit. `save_pretrained` then writes a folder
     that `AutoModelForCausalLM.from_pretrained` loads after `import resformer`. A model that has connections keeps them.
-    Where logits do change, the name in the configuration does too: trainers that load a reference model, or a
-    tokenizer, by that name need them as arguments, or the model saved and loaded.
+    Where logits do change, the configuration loses the model's name: trainers that load a reference model, or a
+    tokenizer, by it need them as arguments, or the model saved and loaded.
 
     Args:
         model: of any family whose decoder has the places that the connections act at; an adapter comes afterwards.
@@ -95,7 +93,7 @@ def connect(
                 f"not this model's ({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
         chosen = chosen_fields(model.config, saved, fields, plain=False)
-        return _unlike_its_name(load_coefficients(_connect(model, chosen), folder / CONNECTIONS))
+        return _without_name(load_coefficients(_connect(model, chosen), folder / CONNECTIONS))
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")
@@ -229,7 +227,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
         module._gradient_checkpointing_func = function
     if before:
         _connect_again(model, fields, decoder)
-        return _unlike_its_name(model) if reasons else model
+        return _without_name(model) if reasons else model
     if isinstance(model, ConnectedModel):  # it has the fields of connections alone
         _become_plain(model)
     shared, own = model.config, _with_fields(copy.copy(model.config), fields)
@@ -238,13 +236,12 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     _remember_base(model)
     become_connected(model, type(model.config))
     model.add_connections(decoder)
-    return _unlike_its_name(model) if reasons else model
+    return _without_name(model) if reasons else model
 
 
-def _unlike_its_name(model: Any) -> PreTrainedModel:
-    """Makes the model's name one that nothing has: TRL loads what has it as the reference of DPO, KTO and GRPO."""
-    if (name := model.config._name_or_path) and not name.endswith(_WITH):
-        model.config._name_or_path = name + _WITH
+def _without_name(model: Any) -> PreTrainedModel:
+    """TRL loads what has the model's name as the reference of DPO, KTO and GRPO: it would be the plain one."""
+    model.config._name_or_path = ""
     return cast(PreTrainedModel, model)
 
 
@@ -318,10 +315,10 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
     """Gives a model without connections, in place, its family's class and configuration."""
     config: Any = model.config
     family = family_of(config)
+    config._name_or_path = config._name_or_path or model.name_or_path
     for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
         if type(each) is not family and isinstance(each, type(config)):
             each.__class__ = family
-            each._name_or_path = (each._name_or_path or "").removesuffix(_WITH)
             for name in (*CONNECTION_FIELDS, "base_model"):
                 vars(each).pop(name, None)
     for module in [each for each in model.modules() if isinstance(each, ConnectedModel)]:

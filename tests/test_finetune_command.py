@@ -463,7 +463,9 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: p
     (work / "text.txt").write_text((work / "notes.txt").read_text())
     (work / "begun.training" / "checkpoint-1" / "scheduler.pt").unlink()
     refused(r"checkpoint-1: has no state of the optimizer \(save_only_model\)")
-    shutil.copy(work / "source" / "model.safetensors", work / "changing")
+    shard = work / "changing" / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1}, shard)
     refused(r"weights was \['.*'\], is \['")
 
 
