@@ -495,8 +495,8 @@ def muon() -> dict[str, tuple[float, float]]:
 def sentences() -> dict[str, list[str]]:
     """Page -> what it states of results, up to line breaks."""
     hub, convert = read("hub")["imports"], read("convert")
-    copied, linked = (convert["cases"][f"{way}, hashes"] for way in ("copy", "link"))
-    seconds = linked["seconds_beyond_start_up"], copied["seconds_beyond_start_up"], copied["cp_seconds_beyond_start_up"]
+    copied = convert["cases"]["copy, hashes"]
+    of_cp = [convert["cases"][case]["of_cp"] for case in ("link, hashes", "copy, headers", "copy, hashes")]
     speed, tokenised = read("pretrain_speed"), read("tokenize")["runs"][-1]
     shared = shared_layers()["shared, refitted", "WikiText-2"]
     cached = {(row["family"], row["method"]): row.get("tokens of cache") for row in read("vllm_families")["rows"]}
@@ -505,8 +505,7 @@ def sentences() -> dict[str, list[str]]:
     studied, best = of_studies(), muon()
     return {
         "docs/converting.md": [
-            f"start-up ({convert['start_up_seconds']:.1f} s of imports) taken off: "
-            "{:.1f} s with `--link`, {:.1f} s with a copy, {:.1f} s for `cp -r`".format(*seconds),
+            "{:.1f} times its time with `--link`, {:.1f} with a copy, {:.1f} with `--verify hashes`".format(*of_cp),
             f"at most {copied['peak_mb_beyond_torch']:.0f} MB of memory beyond `import torch`",
             f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
         ],
