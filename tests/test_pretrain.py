@@ -101,6 +101,9 @@ def test_a_finished_run_goes_on_and_branches_as_a_longer_one(work: Path) -> None
     free = {"report_to": ["tensorboard"], "trainer": {"save_total_limit": 1}, "evaluations": 2}
     longer = trained("run", 32, schedule="constant", warmup=0.1, resume=True, gradient_checkpointing=True, **free)
     assert (longer.resumed_from, longer.steps) == (20, 32)
+    last = [entry for entry in json.loads(Path("run/log.json").read_text()) if "eval_loss" in entry][-1]
+    assert last["coefficients"]
+    assert not any("/" in name for name in last)  # each number by itself is TensorBoard's
     rate = {"learning_rate": first.arguments["learning_rate"], "warmup": 2}
     trained("whole", 32, schedule="constant", **rate)
     assert same("run", "whole")
