@@ -33,13 +33,19 @@ class Places:
     """The named tensors of one layer in one run, and the connections that act on them.
 
     Args:
+        number: of the layer that the rest is for.
         earlier: tensors of earlier layers, by the names of `layer.reads`, and what is handed to its connections.
         added: place -> a term that is added there.
     """
 
-    def __init__(self, layer: Any, earlier: Mapping[str, Any], added: Mapping[str, torch.Tensor]):
+    def __init__(self, layer: Any, number: int, earlier: Mapping[str, Any], added: Mapping[str, torch.Tensor]):
         self.layer, self.earlier, self.added = layer, earlier, added
         self.is_compiled = torch.compiler.is_compiling()
+        if not self.is_compiled and number != layer.number:  # compiled layers are one program, without their numbers
+            raise ValueError(
+                f"Layer {layer.number} is called with the arguments of layer {number}, without what crosses layers. "
+                "Call the model: with connections, layers do not run one by one."
+            )
         self.tensors: dict[str, Any] = {"attention_norm": layer.attention_norm}
         self.given: dict[str, torch.Tensor] = {}  # by connections before, for places to come
 
@@ -277,14 +283,15 @@ class ConnectedAttention(PlacedModule):
         return super().forward(*args, **kwargs)
 
 
+#: Handed to a layer: its number, tensors of earlier layers, terms that are added in it.
+Earlier = tuple[int, Mapping[str, Any], Mapping[str, torch.Tensor]]
+
+
 class Later:
-    """What layer `number` makes for later ones, handed to it beside its arguments. Its wrappers may run it again."""
+    """What a layer makes for later ones, handed to it beside its arguments. Its wrappers may run it again."""
 
     tensors: dict[str, torch.Tensor] | None = None
     is_read = False
-
-    def __init__(self, number: int):
-        self.number = number
 
 
 class ConnectedLayer(Surgery):
@@ -301,12 +308,13 @@ class ConnectedLayer(Surgery):
     connections: tuple[str, ...]  # the names of its modules
     acting: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]]  # place -> (name, takes, required), in order
     expected: tuple[str, ...]  # places that it must come by
+    end: tuple[str, int]  # (a connection that acts after the last layer, or nothing; the number of that)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         *args: Any,
-        earlier: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None,
+        earlier: Earlier | None = None,
         later: Later | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -317,11 +325,6 @@ class ConnectedLayer(Surgery):
             raise ValueError(
                 f"Layer {self.number} is called alone: its connections read tensors of earlier layers. Call the "
                 "model, or `resformer.disconnect` it."
-            )
-        if not torch.compiler.is_compiling() and later.number != self.number:
-            raise ValueError(
-                f"Layer {self.number} is called with the arguments of layer {later.number}, without what crosses "
-                "layers. Call the model: with connections, layers do not run one by one."
             )
         if self.training and getattr(self, "gradient_checkpointing", False):
             output, tensors = self.checkpointed(self).forward(hidden_states, *args, earlier=earlier, **kwargs)
@@ -342,7 +345,7 @@ def run_layer(
     layer: ConnectedLayer,
     hidden_states: torch.Tensor,
     *args: Any,
-    earlier: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    earlier: Earlier,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a layer's output and the tensors that later layers read. Checkpointing runs it again."""
@@ -400,6 +403,12 @@ class Plan:
                 )
             self.layers[layer.number] = layer
             self.numbers.append(layer.number)
+        for name, last in {layer.end for layer in self.layers.values()}:
+            if name and last not in self.layers:
+                raise ValueError(
+                    f"Layer {last}, the last, has been removed, and `{name}` acts after it: remove layers of the model "
+                    "before `connect`."
+                )
         last = {crossing: n for n, layer in self.layers.items() for crossing in layer.crossings}
         #: Of each layer: what it reads, what it is the last to read, and what of its own others read.
         self.of = {
@@ -434,10 +443,8 @@ class ForwardPass:
             if between is not None:
                 self.between.append(between)
 
-    def before(
-        self, n: int, hidden_states: torch.Tensor, module: Any
-    ) -> tuple[torch.Tensor, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """(what layer n reads, (tensors of earlier layers that it takes, terms that are added in it)).
+    def before(self, n: int, hidden_states: torch.Tensor, module: Any) -> tuple[torch.Tensor, Earlier]:
+        """(what layer n reads, what is handed to it).
 
         Args:
             module: the layer, or what is around it.
@@ -460,7 +467,7 @@ class ForwardPass:
                 self.tensors.pop(crossing, None)
         for between in self.between:
             hidden_states = between.before(n, hidden_states, earlier, added)
-        return hidden_states, (earlier, added)
+        return hidden_states, (n, earlier, added)
 
     def _read(self, n: int, crossing: Crossing, device: torch.device) -> Any:
         tensor = self.tensors.get(crossing)
@@ -493,7 +500,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states, *more = args or (kwargs.pop("hidden_states"),)
-        n, module, later = self._n, self._module, Later(self._n)
+        n, module, later = self._n, self._module, Later()
         hidden_states, earlier = self._forward_pass.before(n, hidden_states, module)
         output = module(hidden_states, *more, earlier=earlier, later=later, **kwargs)
         if later.tensors is None:

@@ -44,7 +44,7 @@ WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "k
 WITHIN_ATTENTION |= {"raw_values", "mixed_values", "attention_output"}
 #: What is set of modules that get another class.
 _SET = (
-    "around switch number known reads crossings returned connections acting expected makes counts_heads "
+    "around switch number known reads crossings returned connections acting expected end makes counts_heads "
     "value_projection"
 ).split()
 #: Name of a module -> what is called in its place while its owner runs.
@@ -71,13 +71,14 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
     needs = {place for kind in kinds for place in kind.needs(view)}
     flat = not any(kind.by_heads for kind in kinds)
     sharing = "shared_keys" in needs
+    end = next((kind.name for kind in kinds if kind.at_end), "")
     for n, (layer, places) in enumerate(zip(decoder.layers, decoder.places, strict=True)):
         within = places.values is not None and bool(sharing or needs & WITHIN_ATTENTION)
         if within:
             _place_attention(layer, places, view, n, needs, flat, sharing)
         _become(layer, ConnectedLayer)
         connected: Any = layer
-        connected.number, connected.known = n, places
+        connected.number, connected.known, connected.end = n, places, (end, decoder.count - 1)
         connected.around = _around_of_layer(places, needs, within)
         connected.reads, connected.crossings = reads[n], crossings(reads[n])
         connected.returned = tuple(sorted(returned[n]))

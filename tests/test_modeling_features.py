@@ -372,6 +372,10 @@ def test_the_first_layers_of_a_checkpoint_load_alone(method: str, tmp_path: Path
     if method in refused:
         with pytest.raises(ValueError, match=f"`num_hidden_layers`=4 of 6 layers: {refused[method]}"):
             AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=4)
+        if method in ("nanochat", "attnres"):
+            del model.model.layers[4:]
+            with pytest.raises(ValueError, match=r"Layer 5, the last, has been removed, and `(backout|attnres)` acts"):
+                model(**RAGGED)
         return
     first, info = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=4, output_loading_info=True)
     assert not info["missing_keys"]

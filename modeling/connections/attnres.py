@@ -36,6 +36,7 @@ class AttnRes(Connection):
     fields_of = AttnResFields
     place = ("attention_input", "mlp_input", "layer_output")
     plain = {"attnres_init": 0.0}
+    at_end = True
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)

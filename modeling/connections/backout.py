@@ -22,6 +22,7 @@ class Backout(Weights, Connection):
     name = "backout"
     fields_of = BackoutFields
     plain = {"backout_init": 0.0}
+    at_end = True
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)

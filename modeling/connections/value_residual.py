@@ -308,7 +308,9 @@ class SharesOfFirst(FirstValues):
             if layer not in self.products:
                 alike = [n for n, each in self.modules.items() if each.columns[0] == self.modules[layer].columns[0]]
                 self.products.update(zip(alike, self.multiplied(alike, earlier["first_values"]), strict=True))
-            earlier["share_of_first"] = self.products[layer]
+            earlier["share_of_first"] = share = self.products[layer]
+            if share is not None:
+                return hidden_states
         return super().before(layer, hidden_states, earlier, added)
 
     def multiplied(self, layers: Sequence[int], first: torch.Tensor) -> Sequence[torch.Tensor | None]:
