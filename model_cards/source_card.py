@@ -32,9 +32,8 @@ def carried_metadata(card: Path) -> dict[str, Any]:
 
 def licences(card: Path) -> list[str]:
     """The licences that the `README.md` of a dataset names: one, several or none."""
-    named = _stated(card).get("license")
-    each = [well_formed({"license": name}) for name in (named if isinstance(named, list) else [named])]
-    return [licence["license"] for licence in each if licence]
+    named = carried_metadata(card).get("license", [])
+    return [named] if isinstance(named, str) else named
 
 
 class _WithoutAliases(yaml.SafeLoader):
@@ -70,13 +69,15 @@ def _stated(card: Path) -> dict[str, Any]:
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `stated` that a card carries over and that match their patterns; lists stay lists."""
+    """The fields of `stated` that a card carries over and that match their patterns. Languages and data are lists, licences may be."""
     carried: dict[str, Any] = {}
     for name, pattern in _PATTERNS.items():
         value = stated.get(name)
         entries = value if isinstance(value, list) else [value]
+        if name == "language":  # Norwegian is a false value in YAML 1.1, and a word for the Hub
+            entries = ["no" if entry is False else entry for entry in entries]
         fit = [entry for entry in entries if isinstance(entry, str) and re.fullmatch(pattern, entry)]
-        if fit and name in _LISTS:
+        if fit and (name in _LISTS or (name == "license" and isinstance(value, list))):
             carried[name] = fit
         elif fit and not isinstance(value, list):
             carried[name] = fit[0]

@@ -129,9 +129,8 @@ def test_front_matter_passes_the_hubs_parsing_and_goes_round(cards: dict[str, st
         "---\nlicense: mit\n---\n" + "x" * 2**23,
         "no front matter",
         "---\n- a list\n---\n",
-        "---\nlicense: [mit, apache-2.0]\n---\n",
         "---\nlicense: 'mit\\n\\n# Buy this'\n---\n",
-        "---\nlicense: {a: b}\nlanguage: no\ndatasets: ['<script>']\n---\n",
+        "---\nlicense: {a: b}\nlanguage: yes\ndatasets: ['<script>']\n---\n",
         "---\nlicense_link: 'javascript:alert(1)'\nlicense_name: '](https://x.y)'\n---\n",
         "---\nlicense: !!python/object/apply:os.system [ls]\n---\n",
         "---\na: " + "[" * 1500 + "\n---\n",
@@ -141,6 +140,17 @@ def test_what_has_not_the_form_of_metadata_is_not_carried(text: str | None, tmp_
     if text is not None:
         (tmp_path / "README.md").write_text(text)
     assert carried_metadata(tmp_path / "README.md") == {}
+
+
+def test_several_licences_and_norwegian_are_carried(checkpoints: Path, tmp_path: Path) -> None:
+    source, stated = tmp_path / "README.md", {"license": ["mit", "apache-2.0"], "language": ["no"]}
+    source.write_text("---\nlicense: [mit, apache-2.0]\nlanguage: no  # false in YAML 1.1\n---\n")
+    assert carried_metadata(source) == stated
+    record, config = record_of(checkpoints / "exact"), ResFormerConfig.from_pretrained(checkpoints / "exact")
+    made = model_card({**record, "source_card": stated}, "you/new", config=config)
+    again = ModelCard(str(made)).data.to_dict()
+    assert {name: again[name] for name in stated} == stated
+    assert "\n`mit, apache-2.0`." in str(made)
 
 
 ENTRY = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
