@@ -115,25 +115,27 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
         )
     if SINGLE in names:
         return [SINGLE]
+    index = folder / INDEX
     if INDEX not in names:
-        raise no_weights(folder, names)
-    files = sorted(set(read_index(folder / INDEX).values()))
-    if absent := set(files) - names:
-        raise CheckpointError(f"{folder}: the index names files that are missing: {first_names(absent)}.")
-    return files
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file beside the index that holds it; `check_folder` has looked at the names."""
+        way = hint(folder, names)
+        if not way and any(name.endswith(".safetensors") for name in names):
+            model = "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SOURCE))"
+            state = ', state_dict={k: v for f in Path(SOURCE).glob("*.safetensors") for k, v in load_file(f).items()}'
+            saved = plain_way(model, state)
+            way = f" Transformers does not find its *.safetensors either. Get the index back, or: {saved}"
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}.{way}")
     content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f'{index}: has no metadata, and Transformers does not load it: add "metadata": {{}}.')
-    if (count := len({*weight_map.values()})) > _MOST_SHARDS:
-        raise CheckpointError(f"{index}: names {count:,} files; at most {_MOST_SHARDS:,} are read.")
-    return weight_map
+    files = {*weight_map.values()}  # `check_folder` has looked at these names
+    if len(files) > _MOST_SHARDS:
+        raise CheckpointError(f"{index}: names {len(files):,} files; at most {_MOST_SHARDS:,} are read.")
+    if absent := files - names:
+        raise CheckpointError(f"{folder}: the index names files that are missing: {first_names(absent)}.")
+    return sorted(files)
 
 
 def plain_way(model: str = "AutoModelForCausalLM.from_pretrained(SOURCE)", state: str = "") -> str:
@@ -153,16 +155,6 @@ def gguf_way(folder: object, name: str) -> str:
         f'AutoModelForCausalLM.from_pretrained({plain}).save_pretrained("plain"); '
         f'AutoTokenizer.from_pretrained({given}).save_pretrained("plain"). Then convert that.'
     )
-
-
-def no_weights(where: object, names: Iterable[str]) -> CheckpointError:
-    """That a folder or repository of these files has no weights where Transformers looks for them."""
-    way = hint(where, names)
-    if not way and any(name.endswith(".safetensors") for name in names):
-        model = "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SOURCE))"
-        state = ', state_dict={k: v for f in Path(SOURCE).glob("*.safetensors") for k, v in load_file(f).items()}'
-        way = f" Transformers does not find its *.safetensors either. Get the index back, or: {plain_way(model, state)}"
-    return CheckpointError(f"{where}: has neither {SINGLE} nor {INDEX}.{way}")
 
 
 def hint(where: object, names: Iterable[str]) -> str:
