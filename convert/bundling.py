@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from resformer.configuration.connected_config import ConnectedConfig
+from resformer.convert.carrying import File
 from resformer.convert.judging import without_code
 from resformer.convert.reading import side_file
 from resformer.convert.remote_code import auto_map, remote_code
@@ -49,27 +50,19 @@ def bundle(
     target, opened = settings.start(source, output, revision, heads=True)
     known = {"model_type": opened.config.model_type, **without_code(opened.raw_config)}
     config = config_with_code(known, opened.config, opened.name)
-    code = remote_code(opened.config)
-    bytes_of = {name: len(text.encode()) for name, text in code.items()}
+    code = {name: text.encode() for name, text in remote_code(opened.config).items()}
     fetched = opened.fetch(headers_only=settings.dry_run)
     if fetched.config.tie_word_embeddings and not fetched.built.tied:
         config["tie_word_embeddings"] = False
     # What describes it goes along.
-    names = [name for name in names_in(opened.folder) if DESCRIPTIONS.fullmatch(name)]
-    report = carry_out(
-        Decision(
-            source=fetched,
-            config=json.dumps(config, indent=2, sort_keys=True) + "\n",
-            side_files=tuple(side_file(opened.folder, name) for name in names),
-        ),
-        target,
-        settings,
-        partial(BundleReport, code=bytes_of, auto_map=config["auto_map"]),
-        lambda report, digests: code,
+    described = [side_file(opened.folder, name) for name in names_in(opened.folder) if DESCRIPTIONS.fullmatch(name)]
+    decision = Decision(
+        source=fetched,
+        config=json.dumps(config, indent=2, sort_keys=True) + "\n",
+        side_files=(*described, *(File(name, (content,)) for name, content in code.items())),
     )
-    # Code of an older version is replaced, not left behind; its auto_map too.
-    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
-    return replace(report, left_behind=left_behind)
+    sizes = {name: len(content) for name, content in code.items()}
+    return carry_out(decision, target, settings, partial(BundleReport, code=sizes, auto_map=config["auto_map"]))
 
 
 def config_with_code(raw_config: Mapping[str, Any], config: Any, name: str) -> dict[str, Any]:

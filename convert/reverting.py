@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.convert.carrying import File
 from resformer.convert.connected_families import config_text, family_config, view, with_connections
 from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
 from resformer.convert.source import OpenedSource, Source
@@ -70,8 +71,7 @@ def revert(
         # What is learned may have no effect: it is read below.
         if reasons := kind.chosen(config).fixed_effects(view(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
-    remaining = connections_of(before)
-    if remaining:
+    if connections_of(before):
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
     else:
@@ -80,15 +80,10 @@ def revert(
     # The coefficients allow it: now download the weights.
     if not settings.dry_run and not decision.source.on_this_disk:
         decision = _decide(opened.fetch(), config, before, reverted)
-    return carry_out(
-        decision,
-        target,
-        settings,
-        partial(RevertReport, family=reverted.model_type, removed=sorted(decision.dropped), remaining=remaining),
-        finish=lambda done, digests: {
-            _REVERTED: json.dumps({"source": published_name(opened), "revision": done.revision}, indent=2) + "\n"
-        },
+    report_of = partial(
+        RevertReport, family=reverted.model_type, removed=sorted(decision.dropped), remaining=connections_of(before)
     )
+    return carry_out(decision, target, settings, report_of)
 
 
 def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrainedConfig) -> Decision:
@@ -112,10 +107,12 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
         )
     expected = meta_model(reverted).state_dict().keys()
     stored = stored_names(config, source.built.tensors.keys() - expected)
+    named = {"source": published_name(source), "revision": source.revision}
     return Decision(
         source=source,
         config=config_text(source.raw_config, reverted, source.built.dtype),
         dropped={stored[name]: name for name in stored},
+        side_files=(File(_REVERTED, (f"{json.dumps(named, indent=2)}\n".encode(),)),),
         warnings=tuple(warnings),
     )
 

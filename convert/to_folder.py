@@ -115,8 +115,6 @@ def folder_name(path: str) -> str:
 
 
 R = TypeVar("R", bound=Report)
-#: Given the report and the SHA-256 of each weight file, where it is known: name -> text of further files.
-Finish = Callable[[R, Mapping[str, str | None]], Mapping[str, str]]
 
 
 def check_verify(verify: str) -> None:
@@ -125,15 +123,24 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(get_args(Verify))}.")
 
 
-def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
-    """Writes the result beside the output, verifies it, has `finish` describe it, and puts it in place."""
+def carry_out(
+    decision: Decision,
+    output: Path,
+    options: Options,
+    report_of: Callable[..., R],
+    finish: Callable[[R, Mapping[str, str | None]], Mapping[str, str]] = lambda report, digests: {},
+) -> R:
+    """Writes the result beside the output, verifies it, and puts it in place.
+
+    `finish` gives further files, name -> text, of the report and the SHA-256 of each weight file where it is known.
+    """
     source = decision.source
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
     side_files = along.values()
     transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
-    code = source.raw_config.keys() - without_code(source.raw_config).keys()
+    code = source.raw_config.keys() - without_code(source.raw_config).keys() - json.loads(decision.config).keys()
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     report = report_of(
         source=source.name,

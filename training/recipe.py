@@ -39,8 +39,7 @@ from transformers import (
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
-from resformer.convert.connections import coefficients_of
-from resformer.convert.connections_alone import write_connections
+from resformer.convert.connections import coefficients_of, write_connections
 from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
