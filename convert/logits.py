@@ -112,11 +112,21 @@ def compare_logits(
         raise CheckpointError(
             f"{path}: has {len(ids):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
         )
-    with without_a_word():
-        expected, actual = (
-            _logits(name, load, tokens // 2, row, ids, device)
-            for name, load in zip(names, (source, converted), strict=True)
-        )
+    readings = []
+    for name, load in zip(names, (source, converted), strict=True):
+        with without_a_word():
+            loaded: Any = load()
+            try:
+                readings.append(_read_twice(loaded if device is None else loaded.to(device), tokens // 2, row, ids))
+            except Exception as error:  # of the family's code, for values that no validator looks at
+                raise not_compared(
+                    f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: "
+                    f"{one_line(error)})."
+                ) from error
+            finally:
+                del loaded
+                gc.collect()  # a model refers to itself: without this it would stay beside the next one
+    expected, actual = readings
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
     for one, other in pairs:
@@ -135,24 +145,9 @@ def compare_logits(
     )
 
 
-def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> torch.Tensor:
-    """`_read_twice`, of a model of this name."""
-    loaded = load()
-    try:
-        return _read_twice(loaded, compared, *options)
-    except Exception as error:  # of the family's code, for values that no validator looks at
-        raise not_compared(
-            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)})."
-        ) from error
-    finally:
-        del loaded
-        gc.collect()  # a model refers to itself: without this it would stay beside the next one
-
-
 @torch.no_grad()
-def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None) -> torch.Tensor:
+def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None) -> torch.Tensor:
     """The logits at the last `compared` tokens of two rows, in both readings."""
-    loaded = loaded if device is None else loaded.to(device)
     ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     ids = (ids if text is None else torch.tensor(text[: 2 * row]).view(2, row)).to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)

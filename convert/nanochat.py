@@ -94,10 +94,8 @@ CHAT_TEMPLATE = """\
 {%- set system.text = "" -%}
 {%- elif message["role"] == "assistant" -%}
 {{- "<|assistant_start|>" -}}
-{%- if message["content"] is string -%}
-{%- generation -%}{{- message["content"] -}}{%- endgeneration -%}
-{%- else -%}
-{%- for part in message["content"] -%}
+{%- set content = message["content"] -%}
+{%- for part in ([{"type": "text", "text": content}] if content is string else content) -%}
 {%- if part["type"] == "python" -%}
 {%- generation -%}{{- "<|python_start|>" + part["text"] + "<|python_end|>" -}}{%- endgeneration -%}
 {%- elif part["type"] == "python_output" -%}
@@ -108,7 +106,6 @@ CHAT_TEMPLATE = """\
 {{- raise_exception("Unknown part type: " + part["type"]) -}}
 {%- endif -%}
 {%- endfor -%}
-{%- endif -%}
 {%- generation -%}{{- "<|assistant_end|>" -}}{%- endgeneration -%}
 {%- else -%}
 {{- raise_exception("Unknown role: " + message["role"]) -}}

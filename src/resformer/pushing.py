@@ -19,9 +19,8 @@ from huggingface_hub.utils.sha import git_hash
 
 from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import method_of
-from resformer.convert.bundling import config_with_code
+from resformer.convert.bundling import config_with_code, remote_code
 from resformer.convert.connected_families import connection_config, view
-from resformer.convert.remote_code import remote_code
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line
 from resformer.files import AsDict
