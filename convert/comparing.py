@@ -100,7 +100,6 @@ def verify(
         raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
     sources = [open_source(each, commit, heads=True) for each, commit in ((one, revision), (other, other_revision))]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
-    configs = [connection_config(source.config) for source in opened]
     a, b = (  # name -> (file, tensor) of all that the model has a place for
         {
             tensor.name: (shard, tensor)
@@ -117,7 +116,10 @@ def verify(
         comparable = len({(tensor.dtype, tensor.shape) for _, tensor in pair}) == 1
         if not (comparable and (verify == "headers" or same_bytes(*pair))):
             different[name] = None if verify == "headers" else _distance(*pair)
-    configuration, without_effect = _configurations(opened, configs)
+    configuration = differences(*map(_facts, opened))
+    effects = {kind for source in opened for kind in _effects(source)}
+    acting = {name for kind in KINDS if kind.name in effects for name in kind.fields}
+    fields = dict.fromkeys(name for kind in KINDS for name in kind.fields)
     # In place of a tied tensor the model takes another: a checkpoint may have one end of a tie or both.
     only_a, only_b = a.keys() - b.keys() - opened[0].built.tied, b.keys() - a.keys() - opened[1].built.tied
     tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)
@@ -140,40 +142,31 @@ def verify(
         one=opened[0].name,
         other=opened[1].name,
         configuration=configuration,
-        without_effect=without_effect,
+        without_effect=[name for name in fields if name in configuration and name not in acting],
         bytes_compared=verify != "headers",
         identical=len(common) - len(different),
         different=different,
         only_in_one=sorted(only_a),
         only_in_other=sorted(only_b),
-        added=sorted({name for config in configs for name in added_shapes(config)} & {*only_a, *only_b}),
+        added=sorted(
+            (only_a | only_b) & {name for each in opened for name in added_shapes(connection_config(each.config))}
+        ),
         logits=logits,
         tokens=None if untold else compare_tokens(*tokenizers),
         not_compared=[*reasons, *untold[:1]],
     )
 
 
-def _configurations(
-    sources: Sequence[OpenedSource], configs: Sequence[Any]
-) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """(what differs, with both values; those of these fields whose connections have no effect)."""
-    first, second = (
-        {
-            **source.built.facts(),
-            "family": family_name(config),
-            **{name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()},
-        }
-        for source, config in zip(sources, configs, strict=True)
-    )
-    differing = differences(first, second)
-    effects = [_effects(source, config) for source, config in zip(sources, configs, strict=True)]
-    acting = {name for kind in KINDS if any(kind.name in found for found in effects) for name in kind.fields}
-    fields = dict.fromkeys(name for kind in KINDS for name in kind.fields)
-    return differing, [name for name in fields if name in differing and name not in acting]
+def _facts(source: OpenedSource) -> dict[str, Any]:
+    """What Transformers makes of a source, and its connections."""
+    config = connection_config(source.config)
+    fields = {name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()}
+    return {**source.built.facts(), "family": family_name(config), **fields}
 
 
-def _effects(source: OpenedSource, config: Any) -> set[str]:
+def _effects(source: OpenedSource) -> set[str]:
     """The kinds of connections that change what the model computes; where coefficients are not here, all it has."""
+    config = connection_config(source.config)
     kinds: list[type[Connection]] = [kind for kind in KINDS if kind.is_in(config)]
     if not source.on_this_disk:
         return {kind.name for kind in kinds}
