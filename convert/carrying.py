@@ -73,15 +73,6 @@ def carried(shard: Shard, dropped: Set[str], name: str) -> File:
     return File(name, (header_bytes(kept), *ranges), tuple(kept))
 
 
-def transfer_of(weights: Iterable[File], side_files: Iterable[File], *, link: bool) -> Transfer:
-    """The bytes of `write_files`."""
-    transfer = Transfer(copied=sum(file.size for file in side_files))
-    for file in weights:
-        how = "written" if file.origin is None else "linked" if link else "copied"
-        setattr(transfer, how, getattr(transfer, how) + file.size)
-    return transfer
-
-
 def check_space(needed: int, target: Path) -> None:
     """Raises `OutputError` if the disk has no room for so many bytes, and some to spare."""
     folder = folder_above(target)

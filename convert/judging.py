@@ -144,6 +144,6 @@ def check_same(source: Built, result: Built, name: str, dropped: frozenset[str],
         raise VerificationError(f"{name}: the result's model differs from the source's in {first_names(differing)}.")
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
     """The entries that differ, with both values."""
     return {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}

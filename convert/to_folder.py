@@ -21,7 +21,6 @@ from resformer.convert.carrying import (
     carried,
     check_bytes,
     check_space,
-    transfer_of,
     write_files,
     write_settings,
 )
@@ -138,7 +137,12 @@ def carry_out(
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
     side_files = along.values()
-    transfer = transfer_of(weights, side_files, link=options.link)
+    whole = sum(file.size for file in weights if file.origin is not None)
+    transfer = Transfer(
+        linked=whole if options.link else 0,
+        copied=sum(file.size for file in side_files) + (0 if options.link else whole),
+        written=sum(file.size for file in weights if file.origin is None),
+    )
     names = {tensor.name for file in weights for tensor in file.tensors}
     code = source.raw_config.keys() - without_code(source.raw_config).keys() - json.loads(decision.config).keys()
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
