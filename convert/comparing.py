@@ -20,6 +20,7 @@ from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.any_decoder import text_config
+from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Connection
 from resformer.modeling.connections import KINDS
 from resformer.safetensors_format import FLOATING, Shard, Tensor
@@ -170,7 +171,7 @@ def _effects(source: OpenedSource) -> set[str]:
     kinds: list[type[Connection]] = [kind for kind in KINDS if kind.is_in(config)]
     if not source.on_this_disk:
         return {kind.name for kind in kinds}
-    read = read_connections(config, source.checkpoint.shards)
+    read = added_modules(read_connections(config, source.checkpoint.shards))
     found = set()
     for kind in kinds:
         modules = [module for name, module in read.items() if kind.name in name.split(".")]

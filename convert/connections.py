@@ -18,7 +18,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.judging import auto_class
 from resformer.errors import CheckpointError, one_line, quoted
@@ -59,11 +58,6 @@ def _meta_model(config_class: Any, settings: str) -> PreTrainedModel:
     return model
 
 
-def connection_modules(config: Any) -> Mapping[str, Added]:
-    """Name in the model -> the module, on the meta device, of each connection that has one."""
-    return added_modules(meta_model(config)) if isinstance(config, ConnectionFields) else {}
-
-
 def stored_names(config: Any, names: Iterable[str]) -> dict[str, str]:
     """Name in the model -> in a checkpoint: some families, Gemma 3 for one, have others on the disk.
 
@@ -82,7 +76,7 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
-    parameters = _parameters(config, connection_modules(config), tables=tables, alone=alone)
+    parameters = _parameters(config, added_modules(meta_model(config)), tables=tables, alone=alone)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
@@ -112,7 +106,7 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
-    modules = copy.deepcopy(dict(connection_modules(config)))
+    modules = copy.deepcopy(added_modules(meta_model(config)))
     for outer in modules.values():
         for name in outer.tables:
             outer.get_submodule(name.rpartition(".")[0]).to(dtype)
@@ -128,12 +122,13 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
 
 def read_connections(
     config: Any, shards: Iterable[Shard], *, tables: bool = True, alone: bool = False
-) -> dict[str, Added]:
-    """`connection_modules` with the checkpoint's parameters, whose shapes were checked.
+) -> PreTrainedModel:
+    """`meta_model` with the checkpoint's parameters of connections, whose shapes were checked.
 
     Without `tables`, these stay on the meta device. `alone`: the file has no others, and its shapes are checked here.
     """
-    modules = copy.deepcopy(dict(connection_modules(config)))
+    model = copy.deepcopy(meta_model(config))
+    modules = added_modules(model)
     places = _parameters(config, modules, tables=tables, alone=alone)
     for tensor in (each for shard in shards if alone for each in shard.tensors):
         expected = [*places[tensor.name].shape] if tensor.name in places else None
@@ -152,14 +147,7 @@ def read_connections(
             name: found[names[id(each)]].to(each.dtype) for name, each in module.named_parameters() if id(each) in names
         }
         module.load_state_dict(read, strict=False, assign=True)
-    return modules
-
-
-def coefficients_of(config: Any, shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
-    """The parameters of connections in a checkpoint, by the names that a file of connections alone has."""
-    return {
-        name: each.detach() for name, each in _parameters(config, read_connections(config, shards), alone=True).items()
-    }
+    return model
 
 
 def _parameters(

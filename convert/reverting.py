@@ -13,11 +13,12 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.carrying import File
 from resformer.convert.connected_families import config_text, family_config, view, with_connections
-from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
+from resformer.convert.connections import added_kinds, meta_model, read_connections, stored_names
 from resformer.convert.source import OpenedSource
 from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.model_cards import base_model_of
+from resformer.modeling.connected import added_modules
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -93,8 +94,8 @@ def revert(
 
 def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrainedConfig) -> Decision:
     """The source without the connections that it has beyond those of `before`, which must have no effect."""
-    warnings, kept = [], connection_modules(before)
-    modules = read_connections(config, source.checkpoint.shards, tables=source.on_this_disk)
+    warnings, kept = [], added_modules(meta_model(before))
+    modules = added_modules(read_connections(config, source.checkpoint.shards, tables=source.on_this_disk))
     unread = set() if source.on_this_disk else {name for name, module in modules.items() if module.tables}
     if unread:
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
