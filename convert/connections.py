@@ -24,7 +24,7 @@ from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import write_text
 from resformer.model_cards import Alone, model_card
 from resformer.modeling.connected import ConnectedModel, added_modules
-from resformer.modeling.connection import Added, Connection, StartsAsStated
+from resformer.modeling.connection import Connection, StartsAsStated
 from resformer.modeling.connections import KINDS
 from resformer.modeling.matrices import decoder_of
 from resformer.modeling.saved_connections import coefficients, configuration_digest, weights_have_changed
@@ -58,12 +58,12 @@ def _meta_model(config_class: Any, settings: str) -> PreTrainedModel:
     return model
 
 
-def stored_names(config: Any, names: Iterable[str]) -> dict[str, str]:
+def stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Name in the model -> in a checkpoint: some families, Gemma 3 for one, have others on the disk.
 
     What a family fuses when it is loaded, experts for one, has several names there, and is left out.
     """
-    model, known = meta_model(config), {}
+    known = {}
     for name in names:
         stored = [*revert_weight_conversion(model, {name: torch.empty(0)})]
         if len(stored) == 1:
@@ -76,8 +76,9 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
-    parameters = _parameters(config, added_modules(meta_model(config)), tables=tables, alone=alone)
-    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    model = meta_model(config)
+    names = _names(model, tables=tables, alone=alone)
+    return {stored: tuple(model.get_parameter(name).shape) for stored, name in names.items()}
 
 
 def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
@@ -106,7 +107,8 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
-    modules = copy.deepcopy(added_modules(meta_model(config)))
+    model = copy.deepcopy(meta_model(config))
+    modules = added_modules(model)
     for outer in modules.values():
         for name in outer.tables:
             outer.get_submodule(name.rpartition(".")[0]).to(dtype)
@@ -117,7 +119,7 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
             for module in outer.modules():
                 if isinstance(module, StartsAsStated):
                     module.reset_parameters()
-    return {name: parameter.detach() for name, parameter in _parameters(config, modules).items()}
+    return {stored: model.get_parameter(name).detach() for stored, name in _names(model).items()}
 
 
 def read_connections(
@@ -128,10 +130,9 @@ def read_connections(
     Without `tables`, these stay on the meta device. `alone`: the file has no others, and its shapes are checked here.
     """
     model = copy.deepcopy(meta_model(config))
-    modules = added_modules(model)
-    places = _parameters(config, modules, tables=tables, alone=alone)
+    places = _names(model, tables=tables, alone=alone)
     for tensor in (each for shard in shards if alone for each in shard.tensors):
-        expected = [*places[tensor.name].shape] if tensor.name in places else None
+        expected = [*model.get_parameter(places[tensor.name]).shape] if tensor.name in places else None
         if [*tensor.shape] != expected:
             raise CheckpointError(f"tensor {tensor.name!r} has shape {[*tensor.shape]}, the model asks for {expected}.")
     found: dict[str, torch.Tensor] = {}
@@ -141,32 +142,25 @@ def read_connections(
                 found |= {name: file.get_tensor(name) for name in wanted}
     if missing := places.keys() - found.keys():
         raise CheckpointError(f"missing keys: {', '.join(sorted(missing)[:5])}.")
-    names = {id(parameter): name for name, parameter in places.items()}
-    for module in modules.values():
-        read = {
-            name: found[names[id(each)]].to(each.dtype) for name, each in module.named_parameters() if id(each) in names
-        }
-        module.load_state_dict(read, strict=False, assign=True)
+    read = {name: found[stored].to(model.get_parameter(name).dtype) for stored, name in places.items()}
+    model.load_state_dict(read, strict=False, assign=True)
     return model
 
 
-def _parameters(
-    config: Any, modules: Mapping[str, Added], *, tables: bool = True, alone: bool = False
-) -> dict[str, torch.nn.Parameter]:
-    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> parameter."""
-    parameters = {
-        f"{prefix}.{name}": parameter
-        for prefix, module in sorted(modules.items())
-        for name, parameter in module.named_parameters()
+def _names(model: PreTrainedModel, *, tables: bool = True, alone: bool = False) -> dict[str, str]:
+    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> in the model, of added parameters."""
+    names = [
+        f"{prefix}.{name}"
+        for prefix, module in sorted(added_modules(model).items())
+        for name, _ in module.named_parameters()
         if tables or name not in module.tables
-    }
-    if alone and parameters:
-        model = meta_model(config)
+    ]
+    if alone:
         decoder = decoder_of(model)[0]
-        start = next(f"{name}." for name, module in model.named_modules() if module is decoder)
-        return {name.removeprefix(start): parameter for name, parameter in parameters.items()}
-    stored = stored_names(config, parameters) if parameters else {}
-    return {stored[name]: parameter for name, parameter in parameters.items()}
+        start = next((f"{name}." for name, module in model.named_modules() if module is decoder), "")
+        return {name.removeprefix(start): name for name in names}
+    stored = stored_names(model, names)
+    return {stored[name]: name for name in names}
 
 
 def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool = False) -> None:

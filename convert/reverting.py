@@ -114,7 +114,7 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
             f"plain model. What they have learned cannot be undone: start again from {origin}."
         )
     expected = meta_model(reverted).state_dict().keys()
-    stored = stored_names(config, source.built.tensors.keys() - expected)
+    stored = stored_names(meta_model(config), source.built.tensors.keys() - expected)
     note = {"source": published_name(source), "revision": source.revision}
     return Decision(
         source=source,
