@@ -46,7 +46,22 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
 
     `names` are all, if `folder` has only some of a repository's. Another folder may have the `weights`.
     """
-    shards, notes = _shards(weights or folder)
+    weights, notes = weights or folder, list[str]()
+    present = {path.name for path in weights.iterdir()}
+    if {SINGLE, INDEX} <= present:
+        notes.append(f"{weights / INDEX}: is ignored, by Transformers too: {SINGLE} stands beside it.")
+    shards, seen = [], dict[str, Path]()
+    for path in (weights / name for name in weight_files(weights, present)):
+        shard = read_shard(path)
+        for tensor in shard.tensors:
+            if (other := seen.setdefault(tensor.name, path)) != path:
+                raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {other.name} too.")
+        if len(seen) > MOST_TENSORS:
+            raise CheckpointError(
+                f"{weights}: holds more than {MOST_TENSORS:,} tensors, the most that are read. Connections are added "
+                "to a loaded model by `resformer.connect`."
+            )
+        shards.append(shard)
     read = {CONFIG, INDEX, LISTING, *(shard.name for shard in shards)}
     side_files, left_behind = [], []
     for name in sorted(names or names_in(folder)):
@@ -83,26 +98,6 @@ def side_file(folder: Path, name: str) -> File:
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
     return File(name, (Range(path, 0, size),))
-
-
-def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
-    names = {path.name for path in folder.iterdir()}
-    notes = []
-    if SINGLE in names and INDEX in names:
-        notes.append(f"{folder / INDEX}: is ignored, by Transformers too: {SINGLE} stands beside it.")
-    shards, seen = [], dict[str, Path]()
-    for path in (folder / name for name in weight_files(folder, names)):
-        shard = read_shard(path)
-        for tensor in shard.tensors:
-            if (other := seen.setdefault(tensor.name, path)) != path:
-                raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {other.name} too.")
-        if len(seen) > MOST_TENSORS:
-            raise CheckpointError(
-                f"{folder}: holds more than {MOST_TENSORS:,} tensors, the most that are read. Connections are added "
-                "to a loaded model by `resformer.connect`."
-            )
-        shards.append(shard)
-    return shards, notes
 
 
 def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
