@@ -12,7 +12,7 @@ from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
-from resformer.convert.judging import differences, head_of, load
+from resformer.convert.judging import differences, head_of
 from resformer.convert.logits import LogitsComparison, compare_logits, too_large, window_of
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
@@ -129,12 +129,9 @@ def verify(
     if reason := _why_no_logits(opened, verify):
         reasons.append(f"logits ({reason})")
     else:
-        first, second = ((lambda source=source: load(source.to_load, source.name)[0]) for source in opened)
         logits = compare_logits(
-            first,
-            second,
-            tokens,
-            names=(opened[0].name, opened[1].name),
+            *((source.name, source.to_load) for source in opened),
+            tokens=tokens,
             text=None if text is None else _token_ids(opened[0], Path(text).expanduser()),
             window=max(window_of(source.config) for source in opened),
             device=device,

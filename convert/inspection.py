@@ -71,17 +71,15 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    dtypes, facts = Counter[str](), dict[str, Any]()
     if opened.alone:
-        shards, dtype = [opened.fetch_alone()], config.dtype or torch.float32
         base: dict[str, Any] = base_model_of(config)
         changed = getattr(config, "base_model", {}).get("changed")
-        facts |= {"needs": Needs(base.get("name"), base.get("revision"), changed), "tied": None, "warnings": []}
+        whole, needs = None, Needs(base.get("name"), base.get("revision"), changed)
+        shards, dtype = [opened.fetch_alone()], config.dtype or torch.float32
     else:
-        whole = opened.fetch(headers_only=True)  # keeps the folder of what was fetched
+        whole, needs = opened.fetch(headers_only=True), None  # keeps the folder of what was fetched
         shards, dtype = [*whole.checkpoint.shards], whole.built.dtype
-        facts |= {"needs": None, "tied": bool(whole.built.tied), "warnings": [*whole.checkpoint.notes]}
-        facts["parameters"] = whole.built.parameters
+    dtypes = Counter[str]()
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         dtypes[tensor.dtype] += tensor.elements
     model = read_connections(backbone, shards, tables=False, alone=opened.alone)
@@ -115,7 +113,10 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         depth_mixing_matrix=_unless_plain(depth_mixing_matrix(model)),
         learned=learned,
         dtypes=dict(dtypes),
-        **{"parameters": dtypes.total(), **facts},
+        needs=needs,
+        parameters=whole.built.parameters if whole else dtypes.total(),
+        tied=bool(whole.built.tied) if whole else None,
+        warnings=[*whole.checkpoint.notes] if whole else [],
     )
 
 

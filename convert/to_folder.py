@@ -24,7 +24,7 @@ from resformer.convert.carrying import (
     write_files,
     write_settings,
 )
-from resformer.convert.judging import build, check_same, load, without_code
+from resformer.convert.judging import build, check_same, without_code
 from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tokens import TokensComparison, compare_folders
@@ -222,9 +222,8 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
     """Compares the logits of the source and the result, each as Transformers loads it by default."""
     source = decision.source
     comparison = compare_logits(
-        lambda: load(source.to_load, source.name)[0],
-        lambda: load(partial, output)[0],
-        names=(source.name, str(output)),
+        (source.name, source.to_load),
+        (str(output), partial),
         window=window_of(source.config),
         longest=_LONGEST_WINDOW,
     )
