@@ -102,12 +102,7 @@ def bundle(
 
 
 def config_with_code(raw_config: Mapping[str, Any], config: Any, name: str) -> dict[str, Any]:
-    """The content of config.json that makes Transformers load `remote_code(config)`.
-
-    Args:
-        raw_config: config.json as it stands.
-        config: what it is read as.
-    """
+    """A config.json, read as `config`, with what makes Transformers load `remote_code(config)`."""
     if not isinstance(config, ConnectedConfig):
         raise CheckpointError(
             f"{name}: is a checkpoint of {quoted(raw_config.get('model_type'))}, which Transformers loads by itself. "

@@ -175,7 +175,6 @@ def _content(piece: bytes | Range) -> Iterator[bytes]:
 
 
 def _read(source: BinaryIO, piece: Range) -> Iterator[bytes]:
-    """A range of `source`, its file."""
     left = piece.length
     with reading(piece.path):
         source.seek(piece.start)

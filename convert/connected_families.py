@@ -125,7 +125,6 @@ def _check_sizes(where: Path, values: Mapping[str, Any], config_class: Any) -> N
 
 
 def family_name(config: PreTrainedConfig) -> str:
-    """The model type of the family."""
     return str(family_of(config).model_type)
 
 
@@ -150,11 +149,7 @@ def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({
 
 
 def view(config: Any) -> Any:
-    """What connections read of a configuration, whatever the family calls it.
-
-    Raises:
-        CheckpointError: the family's decoder cannot have them; the message is the reason alone.
-    """
+    """What connections read of a configuration of any family; a `CheckpointError` says why they cannot."""
     try:
         config = connection_config(config)
         decoder = Decoder(meta_model(with_connections(config)))

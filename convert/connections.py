@@ -207,13 +207,9 @@ def write_connections(
     report: Mapping[str, Any] | None = None,
     source_card: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the folder of `save_connections`.
+    """Writes the folder of `save_connections`; the names of the coefficients are those in the decoder.
 
-    Args:
-        tensors: the coefficients, by their names in the decoder.
-        config: of the model.
-        changed: whether its other weights are others than those of the model that is named; `None`: not known.
-        report, source_card: of `model_card`.
+    `changed`: whether other weights are others than those of the model that `config` names; `None`: not known.
     """
     folder = Path(folder)
     left_out = {"quantization_config", "unused_weights", *CONNECTION_FIELDS}  # the first two are of other weights

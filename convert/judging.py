@@ -65,7 +65,6 @@ def head_of(config: PreTrainedConfig) -> str | None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of its model."""
     head = head_of(config)
     return AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
 

@@ -32,7 +32,6 @@ def window_of(config: PreTrainedConfig) -> int:
 
 
 def not_compared(reason: str) -> CheckpointError:
-    """That logits cannot be compared."""
     return CheckpointError(f"{reason} Convert it anyway with --verify hashes (verify='hashes').", "--verify hashes")
 
 

@@ -400,7 +400,6 @@ def _check_tensors(
 def _converted(
     weights: Mapping[str, torch.Tensor], config: Any, result: Mapping[str, torch.Tensor], qk_scale: float
 ) -> dict[str, torch.Tensor]:
-    """The result's tensors by name."""
     made = {}
     for_queries, for_keys = split_scale(qk_scale**2)
     for name, expected in result.items():

@@ -92,7 +92,6 @@ def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
 
 
 def side_file(folder: Path, name: str) -> File:
-    """A file of the folder."""
     path = regular_file(folder / name, folder)
     size = path.stat().st_size
     if size > MOST_BYTES:

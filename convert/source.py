@@ -135,9 +135,7 @@ class OpenedSource(Source):
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
-    Args:
-        source: a folder, or `owner/name` on the Hub.
-        heads: take models with other heads too.
+    With `heads`, takes those of other heads than language models too.
     """
     name, path = str(source), Path(source).expanduser()
     here = os.path.exists(path)

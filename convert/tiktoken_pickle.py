@@ -37,11 +37,7 @@ class Encoding:
 
 
 def read_encoding(path: Path) -> Encoding:
-    """Reads the pickle `path`.
-
-    Raises:
-        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 4 and 5, or holds anything else.
-    """
+    """Reads a pickle of an `Encoding` by pickle's protocols 4 and 5, and refuses what is, or holds, anything else."""
     state = _interpreted(path, read_bounded(path, _MOST_BYTES))
     if state.keys() != _FIELDS.keys() or any(type(state[name]) is not kind for name, kind in _FIELDS.items()):
         raise CheckpointError(f"{path}: an Encoding of tiktoken has {', '.join(_FIELDS)}; found {quoted([*state])}.")

@@ -62,11 +62,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is carried out; `resformer.retrofit` says what each option does.
-
-    Raises:
-        ValueError: `verify` is no `Verify`.
-    """
+    """How a conversion is carried out; `resformer.retrofit` says what each option does."""
 
     made_by: str = "convert"  # the command
     force: bool = False

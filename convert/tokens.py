@@ -58,11 +58,7 @@ class TokensComparison:
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """What `AutoTokenizer` makes of a checkpoint, without its code and without a word.
-
-    Raises:
-        CheckpointError: it cannot; the message is the reason alone.
-    """
+    """What `AutoTokenizer` makes of a checkpoint, without its code and without a word; raises the reason alone."""
     try:
         with without_a_word():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
@@ -147,11 +143,7 @@ def _read(tokenizer: Any, text: str) -> dict[str, Any]:
 
 
 def compare_folders(source: OpenedSource, folder: Path) -> tuple[TokensComparison | None, list[str]]:
-    """(the tokenizers that `AutoTokenizer` gives of the source and of a result, compared; what a person should know).
-
-    Raises:
-        VerificationError: they differ.
-    """
+    """(the tokenizers of a source and of a result, which must not differ, compared; what a person should know)."""
     tokenizer, reason = tokenizer_of(source)
     if tokenizer is None:
         names = source.checkpoint.tokenizer_files
