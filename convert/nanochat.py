@@ -12,7 +12,7 @@ and k stands in `q_norm` and `k_norm`.
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,15 @@ _NAMES = {
 }
 #: Tensors with a row for each token; since December 2025 rows are added up to a multiple of 64.
 _TABLES = ("transformer.wte.", "lm_head.", "value_embeds.")
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What nanochat's code of an era computes with, and meta.json does not hold."""
-
-    rope_theta: float = 10_000.0
-    gate_limit: float = 2.0
-    qk_scale: float = 1.0
-    softcap: float = 15.0
-    short_window: int | None = None  # tokens before a token's own that it sees
-
-
-#: Era -> its constants, and the short window of a context.
-ERAS: list[tuple[Constants, Callable[[int], int]]] = [
-    (Constants(), lambda context: context),  # since 13 Oct 2025
-    (Constants(), lambda context: context // 2),  # 11 Jan 2026: r x + s x_0
-    (Constants(), lambda context: context // 2),  # 16 Jan: value embeddings; autoresearch. 2 to 9 March: softcap 20
-    (Constants(100_000.0, 3.0, 1.15), lambda context: -(-context // 3 // 128) * 128),  # 9 Mar: gates of 12 channels
-    (Constants(100_000.0, 3.0, 1.2), lambda context: -(-context // 4 // 128) * 128),  # 14 Mar: smear, backout
+#: What nanochat's code computes with, and meta.json does not hold. Short windows: tokens before a token's own.
+_CONSTANTS = "rope_theta gate_limit qk_scale softcap short_window".split()
+#: Era -> these, the last of a context.
+ERAS: list[tuple[float, float, float, float, Callable[[int], int]]] = [
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context),  # since 13 Oct 2025
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context // 2),  # 11 Jan 2026: r x + s x_0
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context // 2),  # 16 Jan: value embeddings; autoresearch
+    (100_000.0, 3.0, 1.15, 15.0, lambda context: -(-context // 3 // 128) * 128),  # 9 Mar: gates of 12 channels
+    (100_000.0, 3.0, 1.2, 15.0, lambda context: -(-context // 4 // 128) * 128),  # 14 Mar: smear, backout
 ]
 
 #: As nanochat renders conversations; a system message stands before the first user's. Content may be in parts.
@@ -214,7 +203,7 @@ def convert_nanochat(
         output=str(output),
         weights=path.name,
         era=era,
-        constants=asdict(chosen),
+        constants=chosen,
         method=method_of(config),
         fields=connections_of(config),
         parameters=model.num_parameters(),
@@ -228,7 +217,7 @@ def convert_nanochat(
         return report
     with replacing(target, made_by="convert", force=force) as partial:
         check_space(4 * report.parameters, partial)
-        made = _converted(weights, config, model.state_dict(), chosen.qk_scale)
+        made = _converted(weights, config, model.state_dict(), chosen["qk_scale"])
         if wrong := [name for name, tensor in made.items() if not bool(tensor.isfinite().all())]:
             raise CheckpointError(f"{path}: {first_names(wrong)} would not be finite.")
         try:
@@ -319,33 +308,27 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor]) -> int:
     return 1 if {"resid_lambdas", "x0_lambdas"} & weights.keys() else 0
 
 
-def _constants(era: int, context: int, given: Mapping[str, Any]) -> Constants:
-    constants, window = ERAS[era]
-    constants = replace(constants, short_window=window(context))
+def _constants(era: int, context: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    *numbers, window = ERAS[era]
+    constants = dict(zip(_CONSTANTS, [*numbers, window(context)], strict=True))
     for name, value in given.items():
-        if not hasattr(constants, name):
-            known = ", ".join(asdict(constants))
-            raise ValueError(
-                f"`{name}` is no constant of a nanochat run: expected {known}.{did_you_mean(name, asdict(constants))}"
-            )
+        if name not in constants:
+            known, hint = ", ".join(constants), did_you_mean(name, constants)
+            raise ValueError(f"`{name}` is no constant of a nanochat run: expected {known}.{hint}")
         whole = name == "short_window"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 2**31:
             raise ValueError(f"`{name}` is {value!r}: expected a {'whole ' if whole else ''}number above 0.")
-    return replace(constants, **given)
+    return {**constants, **given}
 
 
-def _config(sizes: Mapping[str, Any], era: int, constants: Constants) -> Any:
+def _config(sizes: Mapping[str, Any], era: int, constants: Mapping[str, Any]) -> Any:
     layers, pattern = sizes["n_layer"], sizes["window_pattern"].upper()
     short = [pattern[layer % len(pattern)] == "S" for layer in range(layers - 1)]  # the last layer sees all
-    connections: dict[str, Any] = {}
-    if era >= 1:
-        connections["embedding_residual"] = True
-    if era >= 2:
-        connections["value_embeddings"] = [n for n in range(layers) if n % 2 != layers % 2]
-        connections["value_embeddings_gate_channels"] = 32 if era == 2 else 12
-        connections["value_embeddings_gate_limit"] = constants.gate_limit
-    if era >= 4:
-        connections["backout"] = True
+    value_embeddings: dict[str, Any] = {
+        "value_embeddings": [n for n in range(layers) if n % 2 != layers % 2],
+        "value_embeddings_gate_channels": 32 if era == 2 else 12,
+        "value_embeddings_gate_limit": constants["gate_limit"],
+    }
     try:
         return config_class(Nanochat2026Config)(
             vocab_size=sizes["vocab_size"],
@@ -356,12 +339,14 @@ def _config(sizes: Mapping[str, Any], era: int, constants: Constants) -> Any:
             num_key_value_heads=sizes["n_kv_head"],
             head_dim=sizes["n_embd"] // sizes["n_head"],
             max_position_embeddings=sizes["sequence_len"],
-            rope_parameters={"rope_type": "default", "rope_theta": float(constants.rope_theta)},
-            final_logit_softcapping=float(constants.softcap),
-            sliding_window=int(constants.short_window or 0) + 1 if any(short) else None,  # with its own token
+            rope_parameters={"rope_type": "default", "rope_theta": float(constants["rope_theta"])},
+            final_logit_softcapping=float(constants["softcap"]),
+            sliding_window=constants["short_window"] + 1 if any(short) else None,  # with its own token
             layer_types=["sliding_attention" if each else "full_attention" for each in (*short, False)],
             smear=era >= 4,
-            **connections,
+            embedding_residual=era >= 1,
+            backout=era >= 4,
+            **(value_embeddings if era >= 2 else {}),
         )
     except Exception as error:  # of the validators
         raise CheckpointError(f"The sizes in meta.json make no model: {one_line(error)}") from error
