@@ -101,15 +101,10 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
     raise CheckpointError(f"{path}: is no pickle of an Encoding of tiktoken: it has no end.")
 
 
-class _Converter(TikTokenConverter):
-    """Takes ranks in place of a file of ranks, which needs tiktoken."""
-
-    @staticmethod
-    def load_tiktoken_bpe(ranks: dict[bytes, int]) -> dict[bytes, int]:
-        return ranks
-
-
 def fast_tokenizer(encoding: Encoding) -> Tokenizer:
     """The same tokens for every text."""
     special = sorted(encoding.special, key=encoding.special.__getitem__)
-    return _Converter(encoding.ranks, encoding.pattern, extra_special_tokens=special).converted()
+    converter: Any = TikTokenConverter(None, encoding.pattern, extra_special_tokens=special)
+    converter.load_tiktoken_bpe = lambda file: encoding.ranks  # in place of a file of ranks, which needs tiktoken
+    tokenizer: Tokenizer = converter.converted()
+    return tokenizer

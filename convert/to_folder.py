@@ -249,6 +249,5 @@ def generation_warnings(folder: Path) -> Iterator[str]:
         try:
             GenerationConfig.from_pretrained(folder, local_files_only=True).validate(strict=True)
         except Exception as error:  # its own validator's, or of a file that means something else
-            reason = one_line(error)
             told = "generation_config.json goes along as it is; Transformers does not save it with a change"
-            yield f"{told}: {reason}"
+            yield f"{told}: {one_line(error)}"

@@ -101,9 +101,8 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     absent = [parent for parent in path.parents if not parent.exists()]
     lock = FileLock(path)
     try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path), suppress(Timeout):
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=-1 if wait else 0)
         yield lock.is_locked
     finally:
