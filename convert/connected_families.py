@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -142,10 +141,10 @@ def connection_config(config: PreTrainedConfig) -> Any:
     return with_connections(connected_config(without_kernels(config), "transformer"))
 
 
-def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def with_connections(config: Any, fields: Mapping[str, Any] | None = None) -> Any:
     """The same model with these connections and no others."""
     known = {name: value for name, value in config.to_dict().items() if name not in CONNECTION_FIELDS}
-    return type(config).from_dict({**known, **fields})
+    return type(config).from_dict({**known, **(fields or {})})
 
 
 def view(config: Any) -> Any:

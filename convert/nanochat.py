@@ -164,8 +164,7 @@ def convert_nanochat(
     """
     target = Path(output).expanduser()
     check_target(target, run, made_by="convert", force=force)
-    path, commit, warnings = _opened(run, revision, step)
-    meta_path = path.with_name(_meta_of(path.name))
+    path, meta_path, commit, warnings = _opened(run, revision, step)
     tokenizer_path = next((each for name in _TOKENIZERS if (each := path.parent / name).exists()), None)
     if tokenizer_path is None:
         raise CheckpointError(
@@ -234,8 +233,8 @@ def convert_nanochat(
     return report
 
 
-def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Path, str | None, list[str]]:
-    """(the weights of this step, or of the last one; the commit, if it is on the Hub; warnings).
+def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Path, Path, str | None, list[str]]:
+    """(weights and meta.json of this step, or of the last one; the commit, if it is on the Hub; warnings).
 
     Of a run on the Hub the weights of this step alone are downloaded.
     """
@@ -253,14 +252,11 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
     name, warnings = steps[max(steps) if step is None else step], []
     if len(steps) > 1 and step is None:
         warnings.append(f"Has {len(steps)} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
-    if hub is None:
-        return folder / name, None, warnings
-    hub.fetch([_meta_of(name), *_TOKENIZERS], 64 * MIB)
-    return hub.fetch([name]) / name, hub.commit, warnings
-
-
-def _meta_of(weights: str) -> str:
-    return weights.replace("model_", "meta_").replace(".pt", ".json")
+    meta = name.replace("model_", "meta_").replace(".pt", ".json")
+    if hub is not None:
+        hub.fetch([meta, *_TOKENIZERS], 64 * MIB)
+        folder = hub.fetch([name])
+    return folder / name, folder / meta, None if hub is None else hub.commit, warnings
 
 
 def _sizes(path: Path) -> dict[str, Any]:

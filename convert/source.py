@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.hf_api import RepoFile
 from transformers import PreTrainedConfig
 
 from resformer.convert.connected_families import connection_config, read_config, unused_weights
@@ -41,11 +40,6 @@ class Source:
     def revision(self) -> str | None:
         """The commit, if it is on the Hub."""
         return None if self.hub is None else self.hub.commit
-
-    @property
-    def files_on_hub(self) -> Mapping[str, RepoFile]:
-        """Name -> size and hashes, if it is there."""
-        return {} if self.hub is None else self.hub.files
 
     def fetch_alone(self) -> Shard:
         """The file of connections without other weights, whose tensors have the names of the decoder."""
@@ -94,7 +88,7 @@ class Source:
                 hub.write_headers(absent, folder)
             else:
                 hub.fetch(weights)
-        checkpoint = read_checkpoint(self.folder, self.files_on_hub, weights=folder)
+        checkpoint = read_checkpoint(self.folder, hub.files if hub else (), weights=folder)
         built = build(folder, self.name)
         strange = built.ignored - unused_weights(self.raw_config)
         notes = list(checkpoint.notes)

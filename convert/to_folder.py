@@ -184,7 +184,8 @@ def carry_out(
         tokens, notes = compare_folders(source, partial)
         warnings += [*generation_warnings(partial), *notes]
         report = replace(report, verified=verify, logits=logits, tokens=tokens, warnings=warnings)
-        on_hub = {name: file.lfs.sha256 for name, file in source.files_on_hub.items() if file.lfs is not None}
+        files = {} if source.hub is None else source.hub.files
+        on_hub = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
         known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
