@@ -117,7 +117,6 @@ def build(folder: Path, name: object) -> Built:
     settings = model.generation_config.to_dict() if model.can_generate() else {}
     tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
     unused = frozenset(map(str, getattr(model.config, UNUSED, None) or ()))  # which our models ignore
-    every = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return Built(
         config=model.config,
         dtype=model.dtype,
@@ -126,7 +125,7 @@ def build(folder: Path, name: object) -> Built:
         generation={key: value for key, value in settings.items() if key != "transformers_version" and key[0] != "_"},
         ignored=frozenset(map(str, loading.get("unexpected_keys") or ())) | unused,
         parameters=model.num_parameters(),
-        memory=sum(tensor.numel() * tensor.itemsize for tensor in every.values()),
+        memory=model.get_memory_footprint(),
     )
 
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from inspect import getmembers
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,7 @@ class AsDict:
 
     def as_dict(self) -> dict[str, Any]:
         """All of them, with `None` for NaN and infinity."""
-        names = [
-            name for each in type(self).__mro__ for name, value in vars(each).items() if isinstance(value, property)
-        ]
+        names = [name for name, _ in getmembers(type(self), lambda value: isinstance(value, property))]
         values: dict[str, Any] = json_value({**asdict(self), **{name: getattr(self, name) for name in names}})  # type: ignore[call-overload]
         return values
 
