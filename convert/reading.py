@@ -80,9 +80,7 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
 
 def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
     """The file, without the keys that name code."""
-    if file.name not in SETTINGS:
-        return file
-    values = parse_json(read_bounded(path, file.size), str(path))
+    values = parse_json(read_bounded(path, file.size), str(path)) if file.name in SETTINGS else {}
     removed = [key for key in CODE_KEYS if key in values]
     if not removed:
         return file

@@ -133,11 +133,12 @@ def carry_out(
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
     side_files = along.values()
-    whole = sum(file.size for file in weights if file.origin is not None)
+    carried_files = [file for file in weights if file.origin is not None]
+    whole = sum(file.size for file in carried_files)
     transfer = Transfer(
         linked=whole if options.link else 0,
         copied=sum(file.size for file in side_files) + (0 if options.link else whole),
-        written=sum(file.size for file in weights if file.origin is None),
+        written=sum(file.size for file in weights) - whole,
     )
     names = {tensor.name for file in weights for tensor in file.tensors}
     code = source.raw_config.keys() - without_code(source.raw_config).keys() - json.loads(decision.config).keys()
@@ -147,17 +148,17 @@ def carry_out(
         revision=source.revision,
         output=str(output),
         kept=len(names & source.checkpoint.tensors.keys()),
-        carried_files=sum(file.origin is not None for file in weights),
-        written_files=sum(file.origin is None for file in weights),
+        carried_files=len(carried_files),
+        written_files=len(weights) - len(carried_files),
         transfer=transfer,
         left_behind=[*left_behind, *(f"config.json: {key}" for key in sorted(code))],
     )
     verify, warnings = options.verify, [*source.checkpoint.notes, *decision.warnings]
     if verify == "auto":
-        reason = too_large(decision.model_bytes)
-        verify = "hashes" if reason else "logits"
-        where = "Where there is more: resformer verify SOURCE OUTPUT."
-        warnings += [f"The logits were not compared: {reason}. {where}"] if reason else []
+        verify = "logits"
+        if reason := too_large(decision.model_bytes):
+            verify, where = "hashes", "Where there is more: resformer verify SOURCE OUTPUT."
+            warnings.append(f"The logits were not compared: {reason}. {where}")
     if options.dry_run:
         absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
         transfer.downloaded = 0 if source.on_this_disk else sum(absent)
