@@ -132,11 +132,7 @@ def auto_map(config: Any) -> dict[str, str]:
 def remote_code(config: Any) -> dict[str, str]:
     """File name -> text of the code that goes along: always the same for one family and version of this package.
 
-    Args:
-        config: of a model with connections. Those that a user has defined go along, each with its file.
-
-    Raises:
-        CheckpointError: such a class has no file, or a file that cannot go along.
+    Connections that a user has defined go along with their files, and are refused where these cannot.
     """
     classes = _classes(config)
     own = {Path(_source(kind)).stem: kind for kind in KINDS if kind.fields_of is None and kind.is_in(config)}
