@@ -24,8 +24,9 @@ from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import write_text
 from resformer.model_cards import Alone, model_card
 from resformer.modeling.connected import ConnectedModel, added_modules
-from resformer.modeling.connection import Connection, StartsAsStated
+from resformer.modeling.connection import Connection
 from resformer.modeling.connections import KINDS
+from resformer.modeling.installing import set_initial_values
 from resformer.modeling.matrices import decoder_of
 from resformer.modeling.saved_connections import coefficients, configuration_digest, weights_have_changed
 from resformer.names import CARD, CONFIG, CONNECTIONS
@@ -116,9 +117,7 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
         for outer in modules.values():
-            for module in outer.modules():
-                if isinstance(module, StartsAsStated):
-                    module.reset_parameters()
+            set_initial_values(outer)
     return {stored: model.get_parameter(name).detach() for stored, name in _names(model).items()}
 
 

@@ -261,8 +261,7 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
 
 def _sizes(path: Path) -> dict[str, Any]:
     """The sizes in a meta.json, and `window_pattern`."""
-    meta = read_json(path)
-    sizes = meta.get("model_config")
+    sizes = read_json(path).get("model_config")
     if not isinstance(sizes, dict):
         raise CheckpointError(f"{path}: has no `model_config`, in which nanochat writes the sizes of the model.")
     sizes = {"window_pattern": "L", **sizes}

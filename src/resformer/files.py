@@ -173,7 +173,6 @@ def beside(target: Path, part: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small new file."""
     with writing(path):
         path.write_bytes(text.encode())
 

@@ -125,8 +125,7 @@ class Push:
             ) from error
         wrong = []
         for name, content in self.contents.items():
-            file = stored.get(name)
-            by_git = git_hash(content) if isinstance(content, bytes) else None
+            file, by_git = stored.get(name), git_hash(content) if isinstance(content, bytes) else None
             if file is None or (file.blob_id != by_git if file.lfs is None else file.lfs.sha256 != sent[name]):
                 wrong.append(name)
         if wrong:
