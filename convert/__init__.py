@@ -5,17 +5,16 @@ Nothing is translated: a result is the source's files and one file of connection
 open    source: a folder or the Hub; first the configuration, then the weights' headers
         (connected_families, reading)
 decide  retrofitting, reverting, bundling: from the source and the options to one `to_folder.Decision`
-        (connections: the added parameters)
+        (connections: the added parameters, which it also writes without the other weights)
 write   carrying: files copied, linked, or written without some tensors
 judge   judging: what Transformers makes of source and result by default; logits; tokens
 
-to_folder runs the last two. comparing and inspection read, and write nothing. connections_alone writes connections
-without the other weights.
+to_folder runs the last two. comparing and inspection read, and write nothing.
 """
 
 from resformer.convert.bundling import BundleReport, bundle
 from resformer.convert.comparing import Comparison, verify
-from resformer.convert.connections_alone import save_connections
+from resformer.convert.connections import save_connections
 from resformer.convert.inspection import Inspection, inspect
 from resformer.convert.retrofitting import RetrofitReport, retrofit
 from resformer.convert.reverting import RevertReport, revert

@@ -73,15 +73,6 @@ def carried(shard: Shard, dropped: Set[str], name: str) -> File:
     return File(name, (header_bytes(kept), *ranges), tuple(kept))
 
 
-def transfer_of(weights: Iterable[File], side_files: Iterable[File], *, link: bool) -> Transfer:
-    """The bytes of `write_files`."""
-    transfer = Transfer(copied=sum(file.size for file in side_files))
-    for file in weights:
-        how = "written" if file.origin is None else "linked" if link else "copied"
-        setattr(transfer, how, getattr(transfer, how) + file.size)
-    return transfer
-
-
 def check_space(needed: int, target: Path) -> None:
     """Raises `OutputError` if the disk has no room for so many bytes, and some to spare."""
     folder = folder_above(target)
@@ -123,10 +114,10 @@ def _link(file: File, target: Path) -> None:
 
 
 def _write(file: File, target: Path, progress: Progress) -> None:
-    with target.open("xb", buffering=0) as output:
+    with target.open("xb") as output:
         for piece in file.pieces:
             if isinstance(piece, bytes):
-                _write_all(output, piece)
+                output.write(piece)
                 progress(len(piece))
                 continue
             with open_regular(regular_file(piece.path)) as source:
@@ -141,6 +132,7 @@ def _write(file: File, target: Path, progress: Progress) -> None:
 def _copy_range(source: BinaryIO, piece: Range, output: BinaryIO, progress: Progress) -> None:
     """Appends a range of `source`, its file, to `output`, in the kernel if it can."""
     start, stop = piece.start, piece.start + piece.length
+    output.flush()  # the kernel appends to the file itself
     with suppress(OSError):  # not possible between these files, or an error that reading or writing shows again
         while hasattr(os, "copy_file_range") and start < stop:
             moved = os.copy_file_range(source.fileno(), output.fileno(), min(stop - start, _COPY_PIECE), start)
@@ -149,14 +141,8 @@ def _copy_range(source: BinaryIO, piece: Range, output: BinaryIO, progress: Prog
             start += moved
             progress(moved)
     for content in _read(source, Range(piece.path, start, stop - start)):
-        _write_all(output, content)
+        output.write(content)
         progress(len(content))
-
-
-def _write_all(output: BinaryIO, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[output.write(left) :]
 
 
 def check_bytes(files: Iterable[File], folder: Path, progress: Progress) -> dict[str, str]:
@@ -184,7 +170,6 @@ def _content(piece: bytes | Range) -> Iterator[bytes]:
 
 
 def _read(source: BinaryIO, piece: Range) -> Iterator[bytes]:
-    """A range of `source`, its file."""
     left = piece.length
     with reading(piece.path):
         source.seek(piece.start)

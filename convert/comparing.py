@@ -12,7 +12,7 @@ from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
-from resformer.convert.judging import differences, head_of, load
+from resformer.convert.judging import differences, head_of
 from resformer.convert.logits import LogitsComparison, compare_logits, too_large, window_of
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
@@ -20,6 +20,7 @@ from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.any_decoder import text_config
+from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Connection
 from resformer.modeling.connections import KINDS
 from resformer.safetensors_format import FLOATING, Shard, Tensor
@@ -100,7 +101,6 @@ def verify(
         raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
     sources = [open_source(each, commit, heads=True) for each, commit in ((one, revision), (other, other_revision))]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
-    configs = [connection_config(source.config) for source in opened]
     a, b = (  # name -> (file, tensor) of all that the model has a place for
         {
             tensor.name: (shard, tensor)
@@ -117,7 +117,10 @@ def verify(
         comparable = len({(tensor.dtype, tensor.shape) for _, tensor in pair}) == 1
         if not (comparable and (verify == "headers" or same_bytes(*pair))):
             different[name] = None if verify == "headers" else _distance(*pair)
-    configuration, without_effect = _configurations(opened, configs)
+    configuration = differences(*map(_facts, opened))
+    effects = {kind for source in opened for kind in _effects(source)}
+    acting = {name for kind in KINDS if kind.name in effects for name in kind.fields}
+    fields = dict.fromkeys(name for kind in KINDS for name in kind.fields)
     # In place of a tied tensor the model takes another: a checkpoint may have one end of a tie or both.
     only_a, only_b = a.keys() - b.keys() - opened[0].built.tied, b.keys() - a.keys() - opened[1].built.tied
     tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)
@@ -126,12 +129,9 @@ def verify(
     if reason := _why_no_logits(opened, verify):
         reasons.append(f"logits ({reason})")
     else:
-        first, second = ((lambda source=source: load(source.to_load, source.name)[0]) for source in opened)
         logits = compare_logits(
-            first,
-            second,
-            tokens,
-            names=(opened[0].name, opened[1].name),
+            *((source.name, source.to_load) for source in opened),
+            tokens=tokens,
             text=None if text is None else _token_ids(opened[0], Path(text).expanduser()),
             window=max(window_of(source.config) for source in opened),
             device=device,
@@ -140,44 +140,35 @@ def verify(
         one=opened[0].name,
         other=opened[1].name,
         configuration=configuration,
-        without_effect=without_effect,
+        without_effect=[name for name in fields if name in configuration and name not in acting],
         bytes_compared=verify != "headers",
         identical=len(common) - len(different),
         different=different,
         only_in_one=sorted(only_a),
         only_in_other=sorted(only_b),
-        added=sorted({name for config in configs for name in added_shapes(config)} & {*only_a, *only_b}),
+        added=sorted(
+            (only_a | only_b) & {name for each in opened for name in added_shapes(connection_config(each.config))}
+        ),
         logits=logits,
         tokens=None if untold else compare_tokens(*tokenizers),
         not_compared=[*reasons, *untold[:1]],
     )
 
 
-def _configurations(
-    sources: Sequence[OpenedSource], configs: Sequence[Any]
-) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """(what differs, with both values; those of these fields whose connections have no effect)."""
-    first, second = (
-        {
-            **source.built.facts(),
-            "family": family_name(config),
-            **{name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()},
-        }
-        for source, config in zip(sources, configs, strict=True)
-    )
-    differing = differences(first, second)
-    effects = [_effects(source, config) for source, config in zip(sources, configs, strict=True)]
-    acting = {name for kind in KINDS if any(kind.name in found for found in effects) for name in kind.fields}
-    fields = dict.fromkeys(name for kind in KINDS for name in kind.fields)
-    return differing, [name for name in fields if name in differing and name not in acting]
+def _facts(source: OpenedSource) -> dict[str, Any]:
+    """What Transformers makes of a source, and its connections."""
+    config = connection_config(source.config)
+    fields = {name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()}
+    return {**source.built.facts(), "family": family_name(config), **fields}
 
 
-def _effects(source: OpenedSource, config: Any) -> set[str]:
+def _effects(source: OpenedSource) -> set[str]:
     """The kinds of connections that change what the model computes; where coefficients are not here, all it has."""
+    config = connection_config(source.config)
     kinds: list[type[Connection]] = [kind for kind in KINDS if kind.is_in(config)]
     if not source.on_this_disk:
         return {kind.name for kind in kinds}
-    read = read_connections(config, source.checkpoint.shards)
+    read = added_modules(read_connections(config, source.checkpoint.shards))
     found = set()
     for kind in kinds:
         modules = [module for name, module in read.items() if kind.name in name.split(".")]

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,8 +48,13 @@ _MOST = {
 _MOST_OF_A_TABLE = 2**28
 
 
-def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
-    """Refuses a config.json, `raw`, of quantised weights, with the lines that make them plain, or that names others."""
+def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """What `AutoConfig` makes of a folder whose config.json is `raw`.
+
+    Whatever the family, it is refused here what is quantised, names other files, or asks for sizes that no model has.
+    """
+    where = folder / "config.json"
+    config_class = _config_class(where, raw.get("model_type"))
     if (quantisation := raw.get("quantization_config")) is not None:
         # bitsandbytes' older configurations do not name it.
         method = quantisation.get("quant_method", "bitsandbytes") if isinstance(quantisation, dict) else None
@@ -62,19 +66,6 @@ def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
     for key in ("configuration_files", "transformers_weights"):
         if raw.get(key) is not None:
             raise CheckpointError(f"{where}: {key} names other files: put the right one in its place.")
-
-
-def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
-    """What `AutoConfig` makes of a folder whose config.json is `raw`.
-
-    Whatever the family, it is refused here what is quantised, names other files, or asks for sizes that no model has.
-    """
-    where = folder / "config.json"
-    try:
-        config_class = _config_class(raw.get("model_type"))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    check_plain(where, raw)
     _check_sizes(where, raw, config_class)
     try:
         with without_a_word():
@@ -86,12 +77,11 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
     if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
-    if names_kernels(config):
-        config = without_kernels(config)
     if not isinstance(layers, int) or not 0 < layers <= 1000:
         raise CheckpointError(f"{where}: num_hidden_layers is {quoted(layers)}; expected 1 to 1,000.")
     if table > _MOST_OF_A_TABLE:
         raise CheckpointError(f"{where}: {positions:,} positions make a table of {table:,} numbers.")
+    config = without_kernels(config) if names_kernels(config) else config
     try:
         view(config)
     except CheckpointError as error:
@@ -99,22 +89,22 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _config_class(model_type: object) -> type[PreTrainedConfig]:
+def _config_class(where: Path, model_type: object) -> type[PreTrainedConfig]:
     """The class of the configuration, if checkpoints of this type have connections or can get them."""
-    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
-        config_class: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
-        causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if issubclass(config_class, ConnectionFields) or (causal and model_type in MEASURED):
-            return config_class
-    if isinstance(model_type, str) and model_type in MEASURED - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
-        reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
-    elif not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
-    else:
+    name = model_type if isinstance(model_type, str) else ""
+    causal, measured = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, name in MEASURED
+    if name in CONFIG_MAPPING and (issubclass(CONFIG_MAPPING[name], ConnectionFields) or (causal and measured)):
+        config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
+        return config_class
+    if causal:
         reason = "connections in its decoder are not known to work: not tried, or failed"
+    elif measured:
+        reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
+    else:
+        reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
     raise CheckpointError(
-        f"Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/any-decoder.md has the "
-        "table of those that can."
+        f"{where}: Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/any-decoder.md "
+        "has the table of those that can."
     )
 
 
@@ -134,7 +124,6 @@ def _check_sizes(where: Path, values: Mapping[str, Any], config_class: Any) -> N
 
 
 def family_name(config: PreTrainedConfig) -> str:
-    """The model type of the family."""
     return str(family_of(config).model_type)
 
 
@@ -152,18 +141,14 @@ def connection_config(config: PreTrainedConfig) -> Any:
     return with_connections(connected_config(without_kernels(config), "transformer"))
 
 
-def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def with_connections(config: Any, fields: Mapping[str, Any] | None = None) -> Any:
     """The same model with these connections and no others."""
     known = {name: value for name, value in config.to_dict().items() if name not in CONNECTION_FIELDS}
-    return type(config).from_dict({**known, **fields})
+    return type(config).from_dict({**known, **(fields or {})})
 
 
 def view(config: Any) -> Any:
-    """What connections read of a configuration, whatever the family calls it.
-
-    Raises:
-        CheckpointError: the family's decoder cannot have them; the message is the reason alone.
-    """
+    """What connections read of a configuration of any family; a `CheckpointError` says why they cannot."""
     try:
         config = connection_config(config)
         decoder = Decoder(meta_model(with_connections(config)))

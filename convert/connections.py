@@ -1,25 +1,39 @@
-"""The parameters that connections add: at their start, and as a checkpoint holds them."""
+"""The parameters that connections add: at their start, as a checkpoint holds them, and alone in a folder.
+
+Such a folder has a few kilobytes, which `connect(model, folder)` adds to the model that they are for.
+"""
 
 import copy
 import functools
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
-from resformer.configuration.connection_fields import ConnectionFields
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.judging import auto_class
 from resformer.errors import CheckpointError, one_line, quoted
-from resformer.modeling.connected import added_modules
-from resformer.modeling.connection import Added, Connection, StartsAsStated
+from resformer.files import write_text
+from resformer.model_cards import Alone, model_card
+from resformer.modeling.connected import ConnectedModel, added_modules
+from resformer.modeling.connection import Connection
 from resformer.modeling.connections import KINDS
+from resformer.modeling.installing import set_initial_values
 from resformer.modeling.matrices import decoder_of
+from resformer.modeling.saved_connections import coefficients, configuration_digest, weights_have_changed
+from resformer.names import CARD, CONFIG, CONNECTIONS
 from resformer.safetensors_format import Shard
+from resformer.version import __version__
+
+logger = logging.get_logger(__name__)
 
 
 def meta_model(config: Any) -> PreTrainedModel:
@@ -45,17 +59,12 @@ def _meta_model(config_class: Any, settings: str) -> PreTrainedModel:
     return model
 
 
-def connection_modules(config: Any) -> Mapping[str, Added]:
-    """Name in the model -> the module, on the meta device, of each connection that has one."""
-    return added_modules(meta_model(config)) if isinstance(config, ConnectionFields) else {}
-
-
-def stored_names(config: Any, names: Iterable[str]) -> dict[str, str]:
+def stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Name in the model -> in a checkpoint: some families, Gemma 3 for one, have others on the disk.
 
     What a family fuses when it is loaded, experts for one, has several names there, and is left out.
     """
-    model, known = meta_model(config), {}
+    known = {}
     for name in names:
         stored = [*revert_weight_conversion(model, {name: torch.empty(0)})]
         if len(stored) == 1:
@@ -68,8 +77,9 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
-    parameters = _parameters(config, connection_modules(config), tables=tables, alone=alone)
-    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    model = meta_model(config)
+    names = _names(model, tables=tables, alone=alone)
+    return {stored: tuple(model.get_parameter(name).shape) for stored, name in names.items()}
 
 
 def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
@@ -98,7 +108,8 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
-    modules = copy.deepcopy(dict(connection_modules(config)))
+    model = copy.deepcopy(meta_model(config))
+    modules = added_modules(model)
     for outer in modules.values():
         for name in outer.tables:
             outer.get_submodule(name.rpartition(".")[0]).to(dtype)
@@ -106,23 +117,21 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
         for outer in modules.values():
-            for module in outer.modules():
-                if isinstance(module, StartsAsStated):
-                    module.reset_parameters()
-    return {name: parameter.detach() for name, parameter in _parameters(config, modules).items()}
+            set_initial_values(outer)
+    return {stored: model.get_parameter(name).detach() for stored, name in _names(model).items()}
 
 
 def read_connections(
     config: Any, shards: Iterable[Shard], *, tables: bool = True, alone: bool = False
-) -> dict[str, Added]:
-    """`connection_modules` with the checkpoint's parameters, whose shapes were checked.
+) -> PreTrainedModel:
+    """`meta_model` with the checkpoint's parameters of connections, whose shapes were checked.
 
     Without `tables`, these stay on the meta device. `alone`: the file has no others, and its shapes are checked here.
     """
-    modules = copy.deepcopy(dict(connection_modules(config)))
-    places = _parameters(config, modules, tables=tables, alone=alone)
+    model = copy.deepcopy(meta_model(config))
+    places = _names(model, tables=tables, alone=alone)
     for tensor in (each for shard in shards if alone for each in shard.tensors):
-        expected = [*places[tensor.name].shape] if tensor.name in places else None
+        expected = [*model.get_parameter(places[tensor.name]).shape] if tensor.name in places else None
         if [*tensor.shape] != expected:
             raise CheckpointError(f"tensor {tensor.name!r} has shape {[*tensor.shape]}, the model asks for {expected}.")
     found: dict[str, torch.Tensor] = {}
@@ -132,36 +141,91 @@ def read_connections(
                 found |= {name: file.get_tensor(name) for name in wanted}
     if missing := places.keys() - found.keys():
         raise CheckpointError(f"missing keys: {', '.join(sorted(missing)[:5])}.")
-    names = {id(parameter): name for name, parameter in places.items()}
-    for module in modules.values():
-        read = {
-            name: found[names[id(each)]].to(each.dtype) for name, each in module.named_parameters() if id(each) in names
-        }
-        module.load_state_dict(read, strict=False, assign=True)
-    return modules
+    read = {name: found[stored].to(model.get_parameter(name).dtype) for stored, name in places.items()}
+    model.load_state_dict(read, strict=False, assign=True)
+    return model
 
 
-def coefficients_of(config: Any, shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
-    """The parameters of connections in a checkpoint, by the names that a file of connections alone has."""
-    return {
-        name: each.detach() for name, each in _parameters(config, read_connections(config, shards), alone=True).items()
-    }
-
-
-def _parameters(
-    config: Any, modules: Mapping[str, Added], *, tables: bool = True, alone: bool = False
-) -> dict[str, torch.nn.Parameter]:
-    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> parameter."""
-    parameters = {
-        f"{prefix}.{name}": parameter
-        for prefix, module in sorted(modules.items())
-        for name, parameter in module.named_parameters()
+def _names(model: PreTrainedModel, *, tables: bool = True, alone: bool = False) -> dict[str, str]:
+    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> in the model, of added parameters."""
+    names = [
+        f"{prefix}.{name}"
+        for prefix, module in sorted(added_modules(model).items())
+        for name, _ in module.named_parameters()
         if tables or name not in module.tables
-    }
-    if alone and parameters:
-        model = meta_model(config)
+    ]
+    if alone:
         decoder = decoder_of(model)[0]
-        start = next(f"{name}." for name, module in model.named_modules() if module is decoder)
-        return {name.removeprefix(start): parameter for name, parameter in parameters.items()}
-    stored = stored_names(config, parameters) if parameters else {}
-    return {stored[name]: parameter for name, parameter in parameters.items()}
+        start = next((f"{name}." for name, module in model.named_modules() if module is decoder), "")
+        return {name.removeprefix(start): name for name in names}
+    stored = stored_names(model, names)
+    return {stored[name]: name for name in names}
+
+
+def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool = False) -> None:
+    """Writes what `connect` has added to a model: a few kilobytes, which `connect(model, folder)` adds again.
+
+    They are the coefficients, the configuration, which names the model that they are for, and a card. Other weights are
+    not saved.
+
+    Args:
+        lossy: allow it for a model whose other weights have changed since `connect`, by training, merging or an
+            adapter; the card then says that they are missing.
+
+    Raises:
+        ValueError: the model has no connections, or its other weights have changed.
+    """
+    tensors = coefficients(model)
+    if not connections_of(model.config):
+        raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
+    changed = weights_have_changed(model)
+    if changed and not lossy:
+        raise ValueError(
+            "Beside the connections, weights have changed since `connect`, by training, merging or an adapter, and "
+            "would be missing: save the whole model with `save_pretrained`, or leave them out with lossy=True."
+        )
+    if changed is None:
+        logger.warning("Whether weights beside the connections have changed since `connect` is not known.")
+    connected: Any = next(each for each in model.modules() if isinstance(each, ConnectedModel))
+    config = copy.copy(connected.config)
+    config.architectures, config.dtype = [type(connected).__name__], connected.dtype
+    if not (config.base_model or {}).get("name"):
+        logger.warning(
+            "The model that the connections are for has no name, and the folder cannot tell which it is: save it, and "
+            "load it again, before `connect`."
+        )
+    write_connections(tensors, config, folder, changed=changed)
+
+
+def write_connections(
+    tensors: Mapping[str, torch.Tensor],
+    config: Any,
+    folder: str | Path,
+    *,
+    changed: bool | None,
+    report: Mapping[str, Any] | None = None,
+    source_card: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the folder of `save_connections`; the names of the coefficients are those in the decoder.
+
+    `changed`: whether other weights are others than those of the model that `config` names; `None`: not known.
+    """
+    folder = Path(folder)
+    left_out = {"quantization_config", "unused_weights", *CONNECTION_FIELDS}  # the first two are of other weights
+    said = json.loads(config.to_json_string())
+    settings = {name: value for name, value in said.items() if name not in left_out} | connections_of(config)
+    base = {name: value for name, value in (getattr(config, "base_model", None) or {}).items() if name != "checksums"}
+    settings["base_model"] = base | {"digest": configuration_digest(config), "changed": changed}
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    save_file(whole, folder / CONNECTIONS, metadata={"format": "pt", "resformer": __version__})
+    write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    numbers = sum(value.numel() for value in whole.values())
+    card = model_card(
+        {**(report or {}), "source": base.get("name"), "revision": base.get("revision")},
+        folder.name,
+        config=config,
+        source_card=source_card,
+        alone=Alone(numbers, changed),
+    )
+    write_text(folder / CARD, str(card))

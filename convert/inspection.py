@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import value_sources
 from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.connected_families import cache_size, connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
@@ -15,7 +14,9 @@ from resformer.convert.judging import head_of
 from resformer.convert.source import open_source
 from resformer.files import AsDict
 from resformer.model_cards import base_model_of
-from resformer.modeling.connection import mixing_matrix, plain_matrix
+from resformer.modeling.connected import added_modules
+from resformer.modeling.connection import plain_matrix
+from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 
 
 @dataclass(frozen=True)
@@ -70,35 +71,23 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    dtypes, facts = Counter[str](), dict[str, Any]()
     if opened.alone:
-        shards, dtype = [opened.fetch_alone()], config.dtype or torch.float32
         base: dict[str, Any] = base_model_of(config)
         changed = getattr(config, "base_model", {}).get("changed")
-        facts |= {"needs": Needs(base.get("name"), base.get("revision"), changed), "tied": None, "warnings": []}
+        whole, needs = None, Needs(base.get("name"), base.get("revision"), changed)
+        shards, dtype = [opened.fetch_alone()], config.dtype or torch.float32
     else:
-        whole = opened.fetch(headers_only=True)  # keeps the folder of what was fetched
+        whole, needs = opened.fetch(headers_only=True), None  # keeps the folder of what was fetched
         shards, dtype = [*whole.checkpoint.shards], whole.built.dtype
-        facts |= {"needs": None, "tied": bool(whole.built.tied), "warnings": [*whole.checkpoint.notes]}
-        facts["parameters"] = whole.built.parameters
+    dtypes = Counter[str]()
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         dtypes[tensor.dtype] += tensor.elements
-    connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
-    of_layers: dict[str, dict[int, Any]] = {}
-    of_decoder: dict[str, Any] = {}
+    model = read_connections(backbone, shards, tables=False, alone=opened.alone)
     learned: dict[str, float] = {}
-    for name, module in connections.items():
-        *_, layer, kind = name.split(".")
+    for name, module in added_modules(model).items():
         if not module.tables:
+            kind = name.rpartition(".")[2]
             learned[kind] = max([learned.get(kind, 0.0), *(distance for distance, _ in module.deviations())])
-        if layer.isdecimal():
-            of_layers.setdefault(kind, {})[int(layer)] = module
-        else:
-            of_decoder[kind] = module
-    layers = shape.num_hidden_layers
-    raw = mixing_matrix(layers, layers, of_layers.get("value_residual", {}), of_decoder.get("value_residual"))
-    values = raw[value_sources(shape)]
-    depth = mixing_matrix(layers, layers + 1, of_layers.get("depth_average", {}))
     per_token, full = cache_size(backbone, dtype)
     return Inspection(
         source=opened.name,
@@ -120,11 +109,14 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         vocab_size=shape.vocab_size,
         cache_bytes_per_token=per_token,
         cache_share=per_token and full and per_token / full,
-        value_mixing_matrix=_unless_plain(values),
-        depth_mixing_matrix=_unless_plain(depth),
+        value_mixing_matrix=_unless_plain(value_mixing_matrix(model)),
+        depth_mixing_matrix=_unless_plain(depth_mixing_matrix(model)),
         learned=learned,
         dtypes=dict(dtypes),
-        **{"parameters": dtypes.total(), **facts},
+        needs=needs,
+        parameters=whole.built.parameters if whole else dtypes.total(),
+        tied=bool(whole.built.tied) if whole else None,
+        warnings=[*whole.checkpoint.notes] if whole else [],
     )
 
 

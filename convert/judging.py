@@ -65,7 +65,6 @@ def head_of(config: PreTrainedConfig) -> str | None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of its model."""
     head = head_of(config)
     return AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
 
@@ -118,7 +117,6 @@ def build(folder: Path, name: object) -> Built:
     settings = model.generation_config.to_dict() if model.can_generate() else {}
     tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
     unused = frozenset(map(str, getattr(model.config, UNUSED, None) or ()))  # which our models ignore
-    every = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return Built(
         config=model.config,
         dtype=model.dtype,
@@ -127,7 +125,7 @@ def build(folder: Path, name: object) -> Built:
         generation={key: value for key, value in settings.items() if key != "transformers_version" and key[0] != "_"},
         ignored=frozenset(map(str, loading.get("unexpected_keys") or ())) | unused,
         parameters=model.num_parameters(),
-        memory=sum(tensor.numel() * tensor.itemsize for tensor in every.values()),
+        memory=model.get_memory_footprint(),
     )
 
 
@@ -144,6 +142,6 @@ def check_same(source: Built, result: Built, name: str, dropped: frozenset[str],
         raise VerificationError(f"{name}: the result's model differs from the source's in {first_names(differing)}.")
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
     """The entries that differ, with both values."""
     return {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}

@@ -1,7 +1,7 @@
 """The logits of two models on the same tokens."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
+from resformer.convert.judging import load
 from resformer.environment import free_memory
 from resformer.errors import CheckpointError, one_line
 from resformer.loading import without_a_word
@@ -31,7 +32,6 @@ def window_of(config: PreTrainedConfig) -> int:
 
 
 def not_compared(reason: str) -> CheckpointError:
-    """That logits cannot be compared."""
     return CheckpointError(f"{reason} Convert it anyway with --verify hashes (verify='hashes').", "--verify hashes")
 
 
@@ -84,21 +84,17 @@ class LogitsComparison:
 
 
 def compare_logits(
-    source: Callable[[], PreTrainedModel],
-    converted: Callable[[], PreTrainedModel],
+    *models: tuple[str, Path],
     tokens: int = 128,
-    *,
-    names: tuple[str, str] = ("the source", "the result"),
     text: tuple[Path, Sequence[int]] | None = None,
     window: int = 0,
     longest: int | None = None,
     device: str | None = None,
 ) -> LogitsComparison:
-    """Runs both models on the same two rows of tokens.
+    """Runs two models on the same two rows of tokens.
 
     Args:
-        source, converted: load a model for evaluation; no more than one is in memory at a time.
-        names: of both, for messages.
+        models: the name of each, for messages, and its folder; no more than one is in memory at a time.
         tokens: at which logits are compared, at least 16: half of them at the end of each row.
         text: the file and the token ids of the rows; default: random ones, from a fixed seed.
         window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
@@ -112,47 +108,42 @@ def compare_logits(
         raise CheckpointError(
             f"{path}: has {len(ids):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
         )
-    with without_a_word():
-        expected, actual = (
-            _logits(name, load, tokens // 2, row, ids, device)
-            for name, load in zip(names, (source, converted), strict=True)
-        )
+    readings = []
+    for name, folder in models:
+        with without_a_word():
+            loaded: Any = load(folder, name)[0]
+            try:
+                readings.append(_read_twice(loaded if device is None else loaded.to(device), tokens // 2, row, ids))
+            except Exception as error:  # of the family's code, for values that no validator looks at
+                raise not_compared(
+                    f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: "
+                    f"{one_line(error)})."
+                ) from error
+            finally:
+                del loaded
+                gc.collect()  # a model refers to itself: without this it would stay beside the next one
+    expected, actual = readings
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
-    for one, other in pairs:
-        one_log, other_log = (values.double().log_softmax(-1) for values in (one, other))
-        kl += (one_log.exp() * (one_log - other_log)).sum().item()
-        agreement += (one.argmax(-1) == other.argmax(-1)).sum().item()
+    for a, b in pairs:
+        log_a, log_b = (values.double().log_softmax(-1) for values in (a, b))
+        kl += (log_a.exp() * (log_a - log_b)).sum().item()
+        agreement += (a.argmax(-1) == b.argmax(-1)).sum().item()
     return LogitsComparison(
         tokens=2 * (tokens // 2),
         row=row,
         window=window if row <= window else None,
-        identical=all(bool(((one == other) | (one.isnan() & other.isnan())).all()) for one, other in pairs),
+        identical=all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in pairs),
         finite=bool(expected.isfinite().all()),
-        max_difference=torch.stack([(one - other).abs().max().float() for one, other in pairs]).max().item(),
+        max_difference=torch.stack([(a - b).abs().max().float() for a, b in pairs]).max().item(),
         mean_kl=kl / len(expected),
         top1_agreement=agreement / len(expected),
     )
 
 
-def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> torch.Tensor:
-    """`_read_twice`, of a model of this name."""
-    loaded = load()
-    try:
-        return _read_twice(loaded, compared, *options)
-    except Exception as error:  # of the family's code, for values that no validator looks at
-        raise not_compared(
-            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)})."
-        ) from error
-    finally:
-        del loaded
-        gc.collect()  # a model refers to itself: without this it would stay beside the next one
-
-
 @torch.no_grad()
-def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None) -> torch.Tensor:
+def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None) -> torch.Tensor:
     """The logits at the last `compared` tokens of two rows, in both readings."""
-    loaded = loaded if device is None else loaded.to(device)
     ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     ids = (ids if text is None else torch.tensor(text[: 2 * row]).view(2, row)).to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)

@@ -12,7 +12,7 @@ and k stands in `q_norm` and `k_norm`.
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +39,33 @@ from resformer.untrusted import MIB, read_json, regular_file
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
 _TOKENIZERS = ("tokenizer.pkl", "tokenizer/tokenizer.pkl")
 _SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
-#: Shape of a tensor of nanochat's, its name in the result if it stands there alone, and what is done with it.
-_Tensor = tuple[tuple[int, ...], str, Callable[[torch.Tensor], torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What nanochat's code of an era computes with, and meta.json does not hold."""
-
-    rope_theta: float = 10_000.0
-    gate_limit: float = 2.0
-    qk_scale: float = 1.0
-    softcap: float = 15.0
-    short_window: int | None = None  # tokens before a token's own that it sees
-
-
-#: Era -> its constants, and the short window of a context.
-ERAS: list[tuple[Constants, Callable[[int], int]]] = [
-    (Constants(), lambda context: context),  # since 13 Oct 2025
-    (Constants(), lambda context: context // 2),  # 11 Jan 2026: r x + s x_0
-    (Constants(), lambda context: context // 2),  # 16 Jan: value embeddings; autoresearch. 2 to 9 March: softcap 20
-    (Constants(100_000.0, 3.0, 1.15), lambda context: -(-context // 3 // 128) * 128),  # 9 Mar: gates of 12 channels
-    (Constants(100_000.0, 3.0, 1.2), lambda context: -(-context // 4 // 128) * 128),  # 14 Mar: smear, backout
+#: The result's tensors -> nanochat's; {} is the layer's number.
+_NAMES = {
+    "model.embed_tokens.weight": "transformer.wte.weight",
+    "lm_head.weight": "lm_head.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "transformer.h.{}.attn.c_q.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "transformer.h.{}.attn.c_k.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "transformer.h.{}.attn.c_v.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "transformer.h.{}.attn.c_proj.weight",
+    "model.layers.{}.mlp.up_proj.weight": "transformer.h.{}.mlp.c_fc.weight",
+    "model.layers.{}.mlp.down_proj.weight": "transformer.h.{}.mlp.c_proj.weight",
+    "model.layers.{}.value_embedding.table.weight": "value_embeds.{}.weight",
+    "model.layers.{}.value_embedding.gate.weight": "transformer.h.{}.attn.ve_gate.weight",
+    "model.smear.gate.weight": "smear_gate.weight",
+    "model.smear.weight": "smear_lambda",
+    "model.layers.{}.backout.weight": "backout_lambda",
+}
+#: Tensors with a row for each token; since December 2025 rows are added up to a multiple of 64.
+_TABLES = ("transformer.wte.", "lm_head.", "value_embeds.")
+#: What nanochat's code computes with, and meta.json does not hold. Short windows: tokens before a token's own.
+_CONSTANTS = "rope_theta gate_limit qk_scale softcap short_window".split()
+#: Era -> these, the last of a context.
+ERAS: list[tuple[float, float, float, float, Callable[[int], int]]] = [
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context),  # since 13 Oct 2025
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context // 2),  # 11 Jan 2026: r x + s x_0
+    (10_000.0, 2.0, 1.0, 15.0, lambda context: context // 2),  # 16 Jan: value embeddings; autoresearch
+    (100_000.0, 3.0, 1.15, 15.0, lambda context: -(-context // 3 // 128) * 128),  # 9 Mar: gates of 12 channels
+    (100_000.0, 3.0, 1.2, 15.0, lambda context: -(-context // 4 // 128) * 128),  # 14 Mar: smear, backout
 ]
 
 #: As nanochat renders conversations; a system message stands before the first user's. Content may be in parts.
@@ -78,10 +83,8 @@ CHAT_TEMPLATE = """\
 {%- set system.text = "" -%}
 {%- elif message["role"] == "assistant" -%}
 {{- "<|assistant_start|>" -}}
-{%- if message["content"] is string -%}
-{%- generation -%}{{- message["content"] -}}{%- endgeneration -%}
-{%- else -%}
-{%- for part in message["content"] -%}
+{%- set content = message["content"] -%}
+{%- for part in ([{"type": "text", "text": content}] if content is string else content) -%}
 {%- if part["type"] == "python" -%}
 {%- generation -%}{{- "<|python_start|>" + part["text"] + "<|python_end|>" -}}{%- endgeneration -%}
 {%- elif part["type"] == "python_output" -%}
@@ -92,7 +95,6 @@ CHAT_TEMPLATE = """\
 {{- raise_exception("Unknown part type: " + part["type"]) -}}
 {%- endif -%}
 {%- endfor -%}
-{%- endif -%}
 {%- generation -%}{{- "<|assistant_end|>" -}}{%- endgeneration -%}
 {%- else -%}
 {{- raise_exception("Unknown role: " + message["role"]) -}}
@@ -162,8 +164,7 @@ def convert_nanochat(
     """
     target = Path(output).expanduser()
     check_target(target, run, made_by="convert", force=force)
-    path, commit, warnings = _opened(run, revision, step)
-    meta_path = path.with_name(_meta_of(path.name))
+    path, meta_path, commit, warnings = _opened(run, revision, step)
     tokenizer_path = next((each for name in _TOKENIZERS if (each := path.parent / name).exists()), None)
     if tokenizer_path is None:
         raise CheckpointError(
@@ -173,8 +174,13 @@ def convert_nanochat(
         regular_file(each, path.parent, within=True)
     sizes = _sizes(meta_path)
     weights = _weights(path)
-    era, tensors = _era(path, weights, sizes)
+    era = _era(path, weights)
+    if (layers := sizes["n_layer"]) > len(weights):  # a file of a few bytes may claim any number
+        raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks '{layers} layers'.")
     chosen = _constants(era, sizes["sequence_len"], constants)
+    config = _config(sizes, era, chosen)
+    model = meta_model(config)
+    _check_tensors(path, weights, era, config, model.state_dict())
     encoding = read_encoding(tokenizer_path)
     if encoding.size != sizes["vocab_size"]:
         raise CheckpointError(
@@ -182,7 +188,7 @@ def convert_nanochat(
             "another run's."
         )
     tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
-    config = _config(weights, sizes, era, chosen, tokenizer)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     name = str(run) if commit is not None else folder_name(str(path.parent))
     config.base_model = {"name": name, "revision": commit}
     if era == 2 and "softcap" not in constants:
@@ -196,10 +202,10 @@ def convert_nanochat(
         output=str(output),
         weights=path.name,
         era=era,
-        constants=asdict(chosen),
+        constants=chosen,
         method=method_of(config),
         fields=connections_of(config),
-        parameters=meta_model(config).num_parameters(),
+        parameters=model.num_parameters(),
         dtype="float32",
         tokens=encoding.size,
         bos=str(tokenizer.bos_token),
@@ -210,7 +216,7 @@ def convert_nanochat(
         return report
     with replacing(target, made_by="convert", force=force) as partial:
         check_space(4 * report.parameters, partial)
-        made = _converted(weights, tensors, config, chosen)
+        made = _converted(weights, config, model.state_dict(), chosen["qk_scale"])
         if wrong := [name for name, tensor in made.items() if not bool(tensor.isfinite().all())]:
             raise CheckpointError(f"{path}: {first_names(wrong)} would not be finite.")
         try:
@@ -227,8 +233,8 @@ def convert_nanochat(
     return report
 
 
-def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Path, str | None, list[str]]:
-    """(the weights of this step, or of the last one; the commit, if it is on the Hub; warnings).
+def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Path, Path, str | None, list[str]]:
+    """(weights and meta.json of this step, or of the last one; the commit, if it is on the Hub; warnings).
 
     Of a run on the Hub the weights of this step alone are downloaded.
     """
@@ -246,20 +252,16 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
     name, warnings = steps[max(steps) if step is None else step], []
     if len(steps) > 1 and step is None:
         warnings.append(f"Has {len(steps)} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
-    if hub is None:
-        return folder / name, None, warnings
-    hub.fetch([_meta_of(name), *_TOKENIZERS], 64 * MIB)
-    return hub.fetch([name]) / name, hub.commit, warnings
-
-
-def _meta_of(weights: str) -> str:
-    return weights.replace("model_", "meta_").replace(".pt", ".json")
+    meta = name.replace("model_", "meta_").replace(".pt", ".json")
+    if hub is not None:
+        hub.fetch([meta, *_TOKENIZERS], 64 * MIB)
+        folder = hub.fetch([name])
+    return folder / name, folder / meta, None if hub is None else hub.commit, warnings
 
 
 def _sizes(path: Path) -> dict[str, Any]:
     """The sizes in a meta.json, and `window_pattern`."""
-    meta = read_json(path)
-    sizes = meta.get("model_config")
+    sizes = read_json(path).get("model_config")
     if not isinstance(sizes, dict):
         raise CheckpointError(f"{path}: has no `model_config`, in which nanochat writes the sizes of the model.")
     sizes = {"window_pattern": "L", **sizes}
@@ -290,123 +292,38 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
 
 
-def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> tuple[int, dict[str, _Tensor]]:
-    """(the era, `_tensors`), after names and shapes of all tensors have been checked."""
+def _era(path: Path, weights: Mapping[str, torch.Tensor]) -> int:
     gates = {tensor.shape[-1] for name, tensor in weights.items() if name.endswith(".ve_gate.weight")}
     if gates - {12, 32} or len(gates) > 1:
         raise CheckpointError(f"{path}: gates of value embeddings read {sorted(gates)} channels; known are 12 and 32.")
-    era = 0
-    if "resid_lambdas" in weights or "x0_lambdas" in weights:
-        era = 1
-    if any(name.startswith("value_embeds.") for name in weights) or gates:
-        era = 2 if gates != {12} else 3
     if {"smear_gate.weight", "smear_lambda", "backout_lambda"} & weights.keys():
-        era = 4
-    expected = _tensors(weights, sizes, era)
-    if missing := expected.keys() - weights.keys():
-        raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
-    if unknown := weights.keys() - expected.keys():
-        raise CheckpointError(
-            f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had "
-            "for a few days, or a fork's, computes something else."
-        )
-    for name, (shape, *_) in expected.items():
-        tensor = weights[name]
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)} of floats."
-            )
-    return era, expected
+        return 4
+    if any(name.startswith("value_embeds.") for name in weights) or gates:
+        return 2 if gates != {12} else 3
+    return 1 if {"resid_lambdas", "x0_lambdas"} & weights.keys() else 0
 
 
-def _tensors(weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], era: int) -> dict[str, _Tensor]:
-    """By nanochat's names."""
-    width, layers, vocabulary = sizes["n_embd"], sizes["n_layer"], sizes["vocab_size"]
-    head = width // sizes["n_head"]
-    values = sizes["n_kv_head"] * head
-    wte = weights.get("transformer.wte.weight")
-    # Since December 2025 rows are added up to a multiple of 64.
-    rows = -(-vocabulary // 64) * 64 if wte is not None and len(wte) != vocabulary else vocabulary
-
-    def taken(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float()
-
-    def table(tensor: torch.Tensor) -> torch.Tensor:
-        return taken(tensor)[:vocabulary]
-
-    def normed(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(table(tensor), (width,))
-
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
-        """The halves of each head exchanged."""
-        return taken(tensor).view(-1, 2, head // 2, width).flip(1).reshape(-1, width)
-
-    tensors: dict[str, _Tensor] = {
-        "transformer.wte.weight": ((rows, width), "model.embed_tokens.weight", normed),
-        "lm_head.weight": ((rows, width), "lm_head.weight", table),
-    }
-    if layers > len(weights):  # a file of a few bytes may claim any number
-        return tensors | {f"{layers} layers": ((), "", taken)}
-    for n in range(layers):
-        block, layer = f"transformer.h.{n}.", f"model.layers.{n}."
-        tensors |= {
-            f"{block}attn.c_q.weight": ((sizes["n_head"] * head, width), f"{layer}self_attn.q_proj.weight", turned),
-            f"{block}attn.c_k.weight": ((values, width), f"{layer}self_attn.k_proj.weight", turned),
-            f"{block}attn.c_v.weight": ((values, width), f"{layer}self_attn.v_proj.weight", taken),
-            f"{block}attn.c_proj.weight": ((width, width), f"{layer}self_attn.o_proj.weight", taken),
-            f"{block}mlp.c_fc.weight": ((4 * width, width), f"{layer}mlp.up_proj.weight", taken),
-            f"{block}mlp.c_proj.weight": ((width, 4 * width), f"{layer}mlp.down_proj.weight", taken),
-        }
-        if era >= 2 and layers % 2 != n % 2:
-            gate, name = (sizes["n_kv_head"], 32 if era == 2 else 12), f"{layer}value_embedding"
-            tensors[f"value_embeds.{n}.weight"] = (rows, values), f"{name}.table.weight", table
-            tensors[f"{block}attn.ve_gate.weight"] = gate, f"{name}.gate.weight", taken
-    if era >= 1:
-        tensors |= dict.fromkeys(("resid_lambdas", "x0_lambdas"), ((layers,), "", taken))
-    if era >= 4:
-        tensors |= {
-            "smear_gate.weight": ((1, 24), "model.smear.gate.weight", taken),
-            "smear_lambda": ((1,), "model.smear.weight", taken),
-            "backout_lambda": ((1,), f"model.layers.{layers - 1}.backout.weight", taken),
-        }
-    return tensors
-
-
-def _constants(era: int, context: int, given: Mapping[str, Any]) -> Constants:
-    constants, window = ERAS[era]
-    constants = replace(constants, short_window=window(context))
+def _constants(era: int, context: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    *numbers, window = ERAS[era]
+    constants = dict(zip(_CONSTANTS, [*numbers, window(context)], strict=True))
     for name, value in given.items():
-        if not hasattr(constants, name):
-            known = ", ".join(asdict(constants))
-            raise ValueError(
-                f"`{name}` is no constant of a nanochat run: expected {known}.{did_you_mean(name, asdict(constants))}"
-            )
+        if name not in constants:
+            known, hint = ", ".join(constants), did_you_mean(name, constants)
+            raise ValueError(f"`{name}` is no constant of a nanochat run: expected {known}.{hint}")
         whole = name == "short_window"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 2**31:
             raise ValueError(f"`{name}` is {value!r}: expected a {'whole ' if whole else ''}number above 0.")
-    return replace(constants, **given)
+    return {**constants, **given}
 
 
-def _config(
-    weights: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, Any],
-    era: int,
-    constants: Constants,
-    tokenizer: PreTrainedTokenizerFast,
-) -> Any:
-    layers = sizes["n_layer"]
-    pattern = sizes["window_pattern"].upper()
+def _config(sizes: Mapping[str, Any], era: int, constants: Mapping[str, Any]) -> Any:
+    layers, pattern = sizes["n_layer"], sizes["window_pattern"].upper()
     short = [pattern[layer % len(pattern)] == "S" for layer in range(layers - 1)]  # the last layer sees all
-    connections: dict[str, Any] = {}
-    if era >= 1:
-        connections["embedding_residual"] = True
-    if era >= 2:
-        gates = (name for name in weights if name.endswith(".ve_gate.weight"))
-        connections["value_embeddings"] = [n for n in range(layers) if f"value_embeds.{n}.weight" in weights]
-        connections["value_embeddings_gate_channels"] = weights[next(gates)].shape[-1]
-        connections["value_embeddings_gate_limit"] = constants.gate_limit
-    if era >= 4:
-        connections["backout"] = True
+    value_embeddings: dict[str, Any] = {
+        "value_embeddings": [n for n in range(layers) if n % 2 != layers % 2],
+        "value_embeddings_gate_channels": 32 if era == 2 else 12,
+        "value_embeddings_gate_limit": constants["gate_limit"],
+    }
     try:
         return config_class(Nanochat2026Config)(
             vocab_size=sizes["vocab_size"],
@@ -417,33 +334,69 @@ def _config(
             num_key_value_heads=sizes["n_kv_head"],
             head_dim=sizes["n_embd"] // sizes["n_head"],
             max_position_embeddings=sizes["sequence_len"],
-            rope_parameters={"rope_type": "default", "rope_theta": float(constants.rope_theta)},
-            final_logit_softcapping=float(constants.softcap),
-            sliding_window=int(constants.short_window or 0) + 1 if any(short) else None,  # with its own token
+            rope_parameters={"rope_type": "default", "rope_theta": float(constants["rope_theta"])},
+            final_logit_softcapping=float(constants["softcap"]),
+            sliding_window=constants["short_window"] + 1 if any(short) else None,  # with its own token
             layer_types=["sliding_attention" if each else "full_attention" for each in (*short, False)],
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
             smear=era >= 4,
-            **connections,
+            embedding_residual=era >= 1,
+            backout=era >= 4,
+            **(value_embeddings if era >= 2 else {}),
         )
     except Exception as error:  # of the validators
         raise CheckpointError(f"The sizes in meta.json make no model: {one_line(error)}") from error
 
 
+def _theirs(name: str) -> str:
+    """nanochat's name of a tensor of the result; "" of norms, which have no weights there, and embedding residuals."""
+    return _NAMES.get(re.sub(r"\.\d+\.", ".{}.", name), "").format(*re.findall(r"\.(\d+)\.", name))
+
+
+def _check_tensors(
+    path: Path, weights: Mapping[str, torch.Tensor], era: int, config: Any, result: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuses other names and shapes than nanochat's of this era."""
+    expected = {_theirs(name): [*tensor.shape] for name, tensor in result.items() if _theirs(name)}
+    if era >= 1:
+        expected |= {name: [config.num_hidden_layers] for name in ("resid_lambdas", "x0_lambdas")}
+    if missing := expected.keys() - weights.keys():
+        raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
+    if unknown := weights.keys() - expected.keys():
+        raise CheckpointError(
+            f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had "
+            "for a few days, or a fork's, computes something else."
+        )
+    rows = config.vocab_size
+    if weights["transformer.wte.weight"].shape[:1] != (rows,):
+        rows = -(-rows // 64) * 64
+    for name, shape in expected.items():
+        tensor = weights[name]
+        if name.startswith(_TABLES):
+            shape[0] = rows
+        if [*tensor.shape] != shape or not tensor.is_floating_point():
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype} {[*tensor.shape]}; expected {shape} of floats.")
+
+
 def _converted(
-    weights: Mapping[str, torch.Tensor], tensors: Mapping[str, _Tensor], config: Any, constants: Constants
+    weights: Mapping[str, torch.Tensor], config: Any, result: Mapping[str, torch.Tensor], qk_scale: float
 ) -> dict[str, torch.Tensor]:
-    """The result's tensors by name."""
-    made = {name: change(weights[theirs]) for theirs, (_, name, change) in tensors.items() if name}
-    for n in range(config.num_hidden_layers if config.embedding_residual else 0):
-        pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]])
-        made[f"model.layers.{n}.embedding_residual.weight"] = pair.float()
-    for_queries, for_keys = split_scale(constants.qk_scale**2)
-    for name, norm in meta_model(config).state_dict().items():  # nanochat's have no weights
-        if name not in made:
-            factor = {"q_norm": for_queries, "k_norm": for_keys}.get(name.split(".")[-2], 1.0)
-            made[name] = torch.full(norm.shape, factor)
-    return {name: tensor.contiguous() for name, tensor in made.items()}
+    made = {}
+    for_queries, for_keys = split_scale(qk_scale**2)
+    for name, expected in result.items():
+        theirs, kind = _theirs(name), name.split(".")[-2]
+        if theirs:
+            tensor = weights[theirs].float()[: config.vocab_size if theirs.startswith(_TABLES) else None]
+            if kind == "embed_tokens":
+                tensor = torch.nn.functional.rms_norm(tensor, tensor.shape[1:])
+            if kind in ("q_proj", "k_proj"):  # the halves of each head exchanged
+                tensor = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).flip(1).flatten(0, 2)
+        elif kind == "embedding_residual":
+            n = int(name.split(".")[2])
+            tensor = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]]).float()
+        else:  # a norm
+            tensor = torch.full(expected.shape, {"q_norm": for_queries, "k_norm": for_keys}.get(kind, 1.0))
+        made[name] = tensor.contiguous()
+    return made
 
 
 def split_scale(product: float) -> tuple[float, float]:

@@ -46,7 +46,22 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
 
     `names` are all, if `folder` has only some of a repository's. Another folder may have the `weights`.
     """
-    shards, notes = _shards(weights or folder)
+    weights, notes = weights or folder, list[str]()
+    present = {path.name for path in weights.iterdir()}
+    if {SINGLE, INDEX} <= present:
+        notes.append(f"{weights / INDEX}: is ignored, by Transformers too: {SINGLE} stands beside it.")
+    shards, seen = [], dict[str, Path]()
+    for path in (weights / name for name in weight_files(weights, present)):
+        shard = read_shard(path)
+        for tensor in shard.tensors:
+            if (other := seen.setdefault(tensor.name, path)) != path:
+                raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {other.name} too.")
+        if len(seen) > MOST_TENSORS:
+            raise CheckpointError(
+                f"{weights}: holds more than {MOST_TENSORS:,} tensors, the most that are read. Connections are added "
+                "to a loaded model by `resformer.connect`."
+            )
+        shards.append(shard)
     read = {CONFIG, INDEX, LISTING, *(shard.name for shard in shards)}
     side_files, left_behind = [], []
     for name in sorted(names or names_in(folder)):
@@ -65,9 +80,7 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
 
 def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
     """The file, without the keys that name code."""
-    if file.name not in SETTINGS:
-        return file
-    values = parse_json(read_bounded(path, file.size), str(path))
+    values = parse_json(read_bounded(path, file.size), str(path)) if file.name in SETTINGS else {}
     removed = [key for key in CODE_KEYS if key in values]
     if not removed:
         return file
@@ -77,32 +90,11 @@ def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
 
 
 def side_file(folder: Path, name: str) -> File:
-    """A file of the folder."""
     path = regular_file(folder / name, folder)
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
     return File(name, (Range(path, 0, size),))
-
-
-def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
-    names = {path.name for path in folder.iterdir()}
-    notes = []
-    if SINGLE in names and INDEX in names:
-        notes.append(f"{folder / INDEX}: is ignored, by Transformers too: {SINGLE} stands beside it.")
-    shards, seen = [], dict[str, Path]()
-    for path in (folder / name for name in weight_files(folder, names)):
-        shard = read_shard(path)
-        for tensor in shard.tensors:
-            if (other := seen.setdefault(tensor.name, path)) != path:
-                raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {other.name} too.")
-        if len(seen) > MOST_TENSORS:
-            raise CheckpointError(
-                f"{folder}: holds more than {MOST_TENSORS:,} tensors, the most that are read. Connections are added "
-                "to a loaded model by `resformer.connect`."
-            )
-        shards.append(shard)
-    return shards, notes
 
 
 def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
@@ -115,25 +107,27 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
         )
     if SINGLE in names:
         return [SINGLE]
+    index = folder / INDEX
     if INDEX not in names:
-        raise no_weights(folder, names)
-    files = sorted(set(read_index(folder / INDEX).values()))
-    if absent := set(files) - names:
-        raise CheckpointError(f"{folder}: the index names files that are missing: {first_names(absent)}.")
-    return files
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file beside the index that holds it; `check_folder` has looked at the names."""
+        way = hint(folder, names)
+        if not way and any(name.endswith(".safetensors") for name in names):
+            model = "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SOURCE))"
+            state = ', state_dict={k: v for f in Path(SOURCE).glob("*.safetensors") for k, v in load_file(f).items()}'
+            saved = plain_way(model, state)
+            way = f" Transformers does not find its *.safetensors either. Get the index back, or: {saved}"
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX}.{way}")
     content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f'{index}: has no metadata, and Transformers does not load it: add "metadata": {{}}.')
-    if (count := len({*weight_map.values()})) > _MOST_SHARDS:
-        raise CheckpointError(f"{index}: names {count:,} files; at most {_MOST_SHARDS:,} are read.")
-    return weight_map
+    files = {*weight_map.values()}  # `check_folder` has looked at these names
+    if len(files) > _MOST_SHARDS:
+        raise CheckpointError(f"{index}: names {len(files):,} files; at most {_MOST_SHARDS:,} are read.")
+    if absent := files - names:
+        raise CheckpointError(f"{folder}: the index names files that are missing: {first_names(absent)}.")
+    return sorted(files)
 
 
 def plain_way(model: str = "AutoModelForCausalLM.from_pretrained(SOURCE)", state: str = "") -> str:
@@ -153,16 +147,6 @@ def gguf_way(folder: object, name: str) -> str:
         f'AutoModelForCausalLM.from_pretrained({plain}).save_pretrained("plain"); '
         f'AutoTokenizer.from_pretrained({given}).save_pretrained("plain"). Then convert that.'
     )
-
-
-def no_weights(where: object, names: Iterable[str]) -> CheckpointError:
-    """That a folder or repository of these files has no weights where Transformers looks for them."""
-    way = hint(where, names)
-    if not way and any(name.endswith(".safetensors") for name in names):
-        model = "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SOURCE))"
-        state = ', state_dict={k: v for f in Path(SOURCE).glob("*.safetensors") for k, v in load_file(f).items()}'
-        way = f" Transformers does not find its *.safetensors either. Get the index back, or: {plain_way(model, state)}"
-    return CheckpointError(f"{where}: has neither {SINGLE} nor {INDEX}.{way}")
 
 
 def hint(where: object, names: Iterable[str]) -> str:

@@ -22,7 +22,6 @@ from resformer.convert.connected_families import (
 )
 from resformer.convert.connections import added_kinds, added_shapes, initial_connections, meta_model, stored_names
 from resformer.convert.logits import memory_of
-from resformer.convert.source import Source
 from resformer.convert.to_folder import Decision, Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
 from resformer.model_cards import base_model_of, carried_metadata, model_card
@@ -144,7 +143,11 @@ def retrofit(
     fetched = opened.fetch(headers_only=dry_run)
     # Beside a checkpoint, README.md is its card.
     source_card = carried_metadata(fetched.folder / "README.md")
-    config.base_model = _base_model(fetched, source_card) | {"family": family_name(before)}
+    # A model that is trained and saved elsewhere keeps it, without a record. The nearest on the Hub, if there is one.
+    base = base_model_of(fetched.config) if fetched.revision is None else {}
+    licence = {name: value for name, value in source_card.items() if name.startswith("license")}
+    named = {"name": published_name(fetched), "revision": fetched.revision, **licence}
+    config.base_model = (base or named) | {"family": family_name(before)}
     dtype = fetched.built.dtype
     expected = {key: tuple(tensor.shape) for key, tensor in meta_model(config).state_dict().items()}
     dropped = _dropped(fetched.built.tensors.keys() - expected.keys(), before, fetched.checkpoint.tensors)
@@ -193,21 +196,10 @@ def retrofit(
 
 def _dropped(names: set[str], before: Any, tensors: Mapping[str, object]) -> dict[str, str]:
     """Tensors that the result's model has no use for: name in the source's files -> in its model."""
-    stored = stored_names(before, names)
+    stored = stored_names(meta_model(before), names)
     if unknown := {name for name in names if stored.get(name) not in tensors}:
         raise CheckpointError(
             f"The method has no use for {first_names(unknown)}, which the source's files hold together with others: "
             "they cannot be taken out. Choose another method."
         )
     return {stored[name]: name for name in names}
-
-
-def _base_model(source: Source, source_card: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of the origin: a model that is trained and saved elsewhere keeps it, without a record.
-
-    The nearest one on the Hub, if there is one: of a local source that names its own, that.
-    """
-    if source.revision is None and (named := base_model_of(source.config)):
-        return named
-    licence = {name: value for name, value in source_card.items() if name.startswith("license")}
-    return {"name": published_name(source), "revision": source.revision, **licence}

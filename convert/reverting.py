@@ -11,12 +11,14 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.convert.carrying import File
 from resformer.convert.connected_families import config_text, family_config, view, with_connections
-from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
-from resformer.convert.source import OpenedSource, Source
+from resformer.convert.connections import added_kinds, meta_model, read_connections, stored_names
+from resformer.convert.source import OpenedSource
 from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.model_cards import base_model_of
+from resformer.modeling.connected import added_modules
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -65,13 +67,17 @@ def revert(
     config = opened.config
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
-    before = with_connections(config) if all else _recorded_config(opened, config)
+    recorded = {} if all else (read_record(opened.folder) or {}).get("source_fields")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    try:
+        before = with_connections(config, {name: recorded[name] for name in CONNECTION_FIELDS if name in recorded})
+    except Exception as error:  # any of the validators'
+        raise CheckpointError(f"{opened.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error
     for kind in added_kinds(config, before):
         # What is learned may have no effect: it is read below.
         if reasons := kind.chosen(config).fixed_effects(view(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
-    remaining = connections_of(before)
-    if remaining:
+    if connections_of(before):
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
     else:
@@ -80,21 +86,16 @@ def revert(
     # The coefficients allow it: now download the weights.
     if not settings.dry_run and not decision.source.on_this_disk:
         decision = _decide(opened.fetch(), config, before, reverted)
-    return carry_out(
-        decision,
-        target,
-        settings,
-        partial(RevertReport, family=reverted.model_type, removed=sorted(decision.dropped), remaining=remaining),
-        finish=lambda done, digests: {
-            _REVERTED: json.dumps({"source": published_name(opened), "revision": done.revision}, indent=2) + "\n"
-        },
+    report_of = partial(
+        RevertReport, family=reverted.model_type, removed=sorted(decision.dropped), remaining=connections_of(before)
     )
+    return carry_out(decision, target, settings, report_of)
 
 
 def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrainedConfig) -> Decision:
     """The source without the connections that it has beyond those of `before`, which must have no effect."""
-    warnings, kept = [], connection_modules(before)
-    modules = read_connections(config, source.checkpoint.shards, tables=source.on_this_disk)
+    warnings, kept = [], added_modules(meta_model(before))
+    modules = added_modules(read_connections(config, source.checkpoint.shards, tables=source.on_this_disk))
     unread = set() if source.on_this_disk else {name for name, module in modules.items() if module.tables}
     if unread:
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
@@ -106,31 +107,19 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
     ]
     distance, where = max(distances, key=lambda each: each[0], default=(0.0, ""))
     if distance:
+        named = (read_record(source.folder) or {}).get("source") or base_model_of(source.config).get("name")
+        origin = quoted(named) if named else "the model without connections"
         raise CheckpointError(
             f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from the "
-            f"plain model. What they have learned cannot be undone: start again from {_source_of(source)}."
+            f"plain model. What they have learned cannot be undone: start again from {origin}."
         )
     expected = meta_model(reverted).state_dict().keys()
-    stored = stored_names(config, source.built.tensors.keys() - expected)
+    stored = stored_names(meta_model(config), source.built.tensors.keys() - expected)
+    note = {"source": published_name(source), "revision": source.revision}
     return Decision(
         source=source,
         config=config_text(source.raw_config, reverted, source.built.dtype),
         dropped={stored[name]: name for name in stored},
+        side_files=(File(_REVERTED, (f"{json.dumps(note, indent=2)}\n".encode(),)),),
         warnings=tuple(warnings),
     )
-
-
-def _source_of(source: Source) -> str:
-    """The name of the model that it was made of, as its record or its config.json says."""
-    named = (read_record(source.folder) or {}).get("source") or base_model_of(source.config).get("name")
-    return quoted(named) if named else "the model without connections"
-
-
-def _recorded_config(source: Source, config: Any) -> Any:
-    """The configuration, with those connections that the source of the last conversion had, as the record says."""
-    fields = (read_record(source.folder) or {}).get("source_fields")
-    known = {name: fields[name] for name in CONNECTION_FIELDS if name in fields} if isinstance(fields, dict) else {}
-    try:
-        return with_connections(config, known)
-    except Exception as error:  # any of the validators'
-        raise CheckpointError(f"{source.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.hf_api import RepoFile
 from transformers import PreTrainedConfig
 
 from resformer.convert.connected_families import connection_config, read_config, unused_weights
@@ -42,11 +41,6 @@ class Source:
         """The commit, if it is on the Hub."""
         return None if self.hub is None else self.hub.commit
 
-    @property
-    def files_on_hub(self) -> Mapping[str, RepoFile]:
-        """Name -> size and hashes, if it is there."""
-        return {} if self.hub is None else self.hub.files
-
     def fetch_alone(self) -> Shard:
         """The file of connections without other weights, whose tensors have the names of the decoder."""
         if self.hub is not None:
@@ -70,9 +64,10 @@ class Source:
         if hub is None:
             check_folder(folder)
         else:
-            small = {name for name, file in hub.files.items() if file.size <= MOST_BYTES}
-            along = {name for name in hub.files if SIDE_FILES.fullmatch(name)} | {
-                *filter(DESCRIPTIONS.fullmatch, small)
+            along = {
+                name
+                for name, file in hub.files.items()
+                if SIDE_FILES.fullmatch(name) or (DESCRIPTIONS.fullmatch(name) and file.size <= MOST_BYTES)
             }
             if len(along) > _MOST_FILES:
                 raise CheckpointError(
@@ -93,7 +88,7 @@ class Source:
                 hub.write_headers(absent, folder)
             else:
                 hub.fetch(weights)
-        checkpoint = read_checkpoint(self.folder, self.files_on_hub, weights=folder)
+        checkpoint = read_checkpoint(self.folder, hub.files if hub else (), weights=folder)
         built = build(folder, self.name)
         strange = built.ignored - unused_weights(self.raw_config)
         notes = list(checkpoint.notes)
@@ -107,7 +102,10 @@ class Source:
                 f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
                 "checkpoints have to be dequantised first."
             )
-        opened = OpenedSource(
+        if hub is not None and temporary is not None:
+            wanted = added_shapes(connection_config(self.config), tables=False)
+            hub.write_tensors(checkpoint.shards, wanted.keys())
+        return OpenedSource(
             **vars(self),
             checkpoint=replace(checkpoint, notes=tuple(notes)),
             built=built,
@@ -115,10 +113,6 @@ class Source:
             on_this_disk=temporary is None,
             temporary=temporary,
         )
-        if hub is not None and temporary is not None:
-            wanted = added_shapes(connection_config(self.config), tables=False)
-            hub.write_tensors(checkpoint.shards, wanted.keys())
-        return opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +129,7 @@ class OpenedSource(Source):
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
-    Args:
-        source: a folder, or `owner/name` on the Hub.
-        heads: take models with other heads too.
+    With `heads`, takes those of other heads than language models too.
     """
     name, path = str(source), Path(source).expanduser()
     here = os.path.exists(path)
@@ -150,32 +142,23 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
         raise CheckpointError(f"{one_line(name)}: there is no such folder.")
     if revision is not None and here:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
-    if here:
-        opened = _open_folder(name, path)
-    else:
-        hub = Snapshot.of(name, revision)
-        opened = _open_folder(name, hub.fetch([CONFIG, CARD, RECORD], LARGEST_JSON), hub)
-    if not heads and (head := head_of(opened.config)):
-        raise CheckpointError(
-            f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
-            "`card` take other heads."
-        )
-    return opened
-
-
-def _open_folder(name: str, folder: Path, hub: Snapshot | None = None) -> Source:
-    names = [] if hub is None else [*hub.files]
-    names = names or [path.name for path in (folder.iterdir() if folder.exists() else ())]
+    hub = None if here else Snapshot.of(name, revision)
+    folder = path if hub is None else hub.fetch([CONFIG, CARD, RECORD], LARGEST_JSON)
+    names = {*(hub.files if hub else ())} or {each.name for each in (folder.iterdir() if folder.exists() else ())}
     if CONFIG not in names:
-        where = folder if hub is None else name
-        raise CheckpointError(
-            f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(where, names)}"
-        )
+        way = hint(folder if here else name, names)
+        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{way}")
     if ADAPTER in names:
         raise CheckpointError(
             f"{folder}: has an adapter beside the model ({ADAPTER}), which Transformers applies where PEFT is "
             "installed. Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
         )
     raw = read_json(folder / CONFIG, MIB)
-    alone = CONNECTIONS in names and not {SINGLE, INDEX} & {*names}
-    return Source(name=name, folder=folder, config=read_config(folder, raw), raw_config=raw, alone=alone, hub=hub)
+    config = read_config(folder, raw)
+    if not heads and (head := head_of(config)):
+        raise CheckpointError(
+            f"{name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
+            "`card` take other heads."
+        )
+    alone = CONNECTIONS in names and not {SINGLE, INDEX} & names
+    return Source(name=name, folder=folder, config=config, raw_config=raw, hub=hub, alone=alone)

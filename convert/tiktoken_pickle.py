@@ -37,11 +37,7 @@ class Encoding:
 
 
 def read_encoding(path: Path) -> Encoding:
-    """Reads the pickle `path`.
-
-    Raises:
-        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 4 and 5, or holds anything else.
-    """
+    """Reads a pickle of an `Encoding` by pickle's protocols 4 and 5, and refuses what is, or holds, anything else."""
     state = _interpreted(path, read_bounded(path, _MOST_BYTES))
     if state.keys() != _FIELDS.keys() or any(type(state[name]) is not kind for name, kind in _FIELDS.items()):
         raise CheckpointError(f"{path}: an Encoding of tiktoken has {', '.join(_FIELDS)}; found {quoted([*state])}.")
@@ -105,15 +101,10 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
     raise CheckpointError(f"{path}: is no pickle of an Encoding of tiktoken: it has no end.")
 
 
-class _Converter(TikTokenConverter):
-    """Takes ranks in place of a file of ranks, which needs tiktoken."""
-
-    @staticmethod
-    def load_tiktoken_bpe(ranks: dict[bytes, int]) -> dict[bytes, int]:
-        return ranks
-
-
 def fast_tokenizer(encoding: Encoding) -> Tokenizer:
     """The same tokens for every text."""
     special = sorted(encoding.special, key=encoding.special.__getitem__)
-    return _Converter(encoding.ranks, encoding.pattern, extra_special_tokens=special).converted()
+    converter: Any = TikTokenConverter(None, encoding.pattern, extra_special_tokens=special)
+    converter.load_tiktoken_bpe = lambda file: encoding.ranks  # in place of a file of ranks, which needs tiktoken
+    tokenizer: Tokenizer = converter.converted()
+    return tokenizer

@@ -21,11 +21,10 @@ from resformer.convert.carrying import (
     carried,
     check_bytes,
     check_space,
-    transfer_of,
     write_files,
     write_settings,
 )
-from resformer.convert.judging import build, check_same, load, without_code
+from resformer.convert.judging import build, check_same, without_code
 from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tokens import TokensComparison, compare_folders
@@ -63,11 +62,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is carried out; `resformer.retrofit` says what each option does.
-
-    Raises:
-        ValueError: `verify` is no `Verify`.
-    """
+    """How a conversion is carried out; `resformer.retrofit` says what each option does."""
 
     made_by: str = "convert"  # the command
     force: bool = False
@@ -115,8 +110,6 @@ def folder_name(path: str) -> str:
 
 
 R = TypeVar("R", bound=Report)
-#: Given the report and the SHA-256 of each weight file, where it is known: name -> text of further files.
-Finish = Callable[[R, Mapping[str, str | None]], Mapping[str, str]]
 
 
 def check_verify(verify: str) -> None:
@@ -125,32 +118,47 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(get_args(Verify))}.")
 
 
-def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
-    """Writes the result beside the output, verifies it, has `finish` describe it, and puts it in place."""
+def carry_out(
+    decision: Decision,
+    output: Path,
+    options: Options,
+    report_of: Callable[..., R],
+    finish: Callable[[R, Mapping[str, str | None]], Mapping[str, str]] = lambda report, digests: {},
+) -> R:
+    """Writes the result beside the output, verifies it, and puts it in place.
+
+    `finish` gives further files, name -> text, of the report and the SHA-256 of each weight file where it is known.
+    """
     source = decision.source
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
     side_files = along.values()
-    transfer = transfer_of(weights, side_files, link=options.link)
+    carried_files = [file for file in weights if file.origin is not None]
+    whole = sum(file.size for file in carried_files)
+    transfer = Transfer(
+        linked=whole if options.link else 0,
+        copied=sum(file.size for file in side_files) + (0 if options.link else whole),
+        written=sum(file.size for file in weights) - whole,
+    )
     names = {tensor.name for file in weights for tensor in file.tensors}
-    code = source.raw_config.keys() - without_code(source.raw_config).keys()
+    code = source.raw_config.keys() - without_code(source.raw_config).keys() - json.loads(decision.config).keys()
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     report = report_of(
         source=source.name,
         revision=source.revision,
         output=str(output),
         kept=len(names & source.checkpoint.tensors.keys()),
-        carried_files=sum(file.origin is not None for file in weights),
-        written_files=sum(file.origin is None for file in weights),
+        carried_files=len(carried_files),
+        written_files=len(weights) - len(carried_files),
         transfer=transfer,
         left_behind=[*left_behind, *(f"config.json: {key}" for key in sorted(code))],
     )
     verify, warnings = options.verify, [*source.checkpoint.notes, *decision.warnings]
     if verify == "auto":
-        reason = too_large(decision.model_bytes)
-        verify = "hashes" if reason else "logits"
-        where = "Where there is more: resformer verify SOURCE OUTPUT."
-        warnings += [f"The logits were not compared: {reason}. {where}"] if reason else []
+        verify = "logits"
+        if reason := too_large(decision.model_bytes):
+            verify, where = "hashes", "Where there is more: resformer verify SOURCE OUTPUT."
+            warnings.append(f"The logits were not compared: {reason}. {where}")
     if options.dry_run:
         absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
         transfer.downloaded = 0 if source.on_this_disk else sum(absent)
@@ -177,7 +185,8 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         tokens, notes = compare_folders(source, partial)
         warnings += [*generation_warnings(partial), *notes]
         report = replace(report, verified=verify, logits=logits, tokens=tokens, warnings=warnings)
-        on_hub = {name: file.lfs.sha256 for name, file in source.files_on_hub.items() if file.lfs is not None}
+        files = {} if source.hub is None else source.hub.files
+        on_hub = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
         known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
@@ -211,9 +220,8 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
     """Compares the logits of the source and the result, each as Transformers loads it by default."""
     source = decision.source
     comparison = compare_logits(
-        lambda: load(source.to_load, source.name)[0],
-        lambda: load(partial, output)[0],
-        names=(source.name, str(output)),
+        (source.name, source.to_load),
+        (str(output), partial),
         window=window_of(source.config),
         longest=_LONGEST_WINDOW,
     )
@@ -243,6 +251,5 @@ def generation_warnings(folder: Path) -> Iterator[str]:
         try:
             GenerationConfig.from_pretrained(folder, local_files_only=True).validate(strict=True)
         except Exception as error:  # its own validator's, or of a file that means something else
-            reason = one_line(error)
             told = "generation_config.json goes along as it is; Transformers does not save it with a change"
-            yield f"{told}: {reason}"
+            yield f"{told}: {one_line(error)}"

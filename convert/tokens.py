@@ -1,13 +1,14 @@
 """`AutoTokenizer` gives of a result what it gives of the source, which is compared: ids of texts, and all settings."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from resformer.convert.judging import differences
 from resformer.convert.source import OpenedSource
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line, quoted
 from resformer.files import replace_text
@@ -57,11 +58,7 @@ class TokensComparison:
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """What `AutoTokenizer` makes of a checkpoint, without its code and without a word.
-
-    Raises:
-        CheckpointError: it cannot; the message is the reason alone.
-    """
+    """What `AutoTokenizer` makes of a checkpoint, without its code and without a word; raises the reason alone."""
     try:
         with without_a_word():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
@@ -96,23 +93,17 @@ def compare_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase)
 
 def _first_difference(one: Any, other: Any, texts: Iterable[str]) -> str | None:
     for text in texts:
-        for (what, first), (_, second) in zip(_read(one, text), _read(other, text), strict=True):
-            if first != second:
-                pairs = enumerate(zip(first, second, strict=False))
-                start = max(0, next((n for n, pair in pairs if pair[0] != pair[1]), 0) - 1)
-                seen = quoted(first[start:]), quoted(second[start:])
-                return f"{what} {quoted(text)} are, from {start} on, {seen[0]} and {seen[1]}"
-    for name in _ATTRIBUTES:
-        first, second = getattr(one, name, None), getattr(other, name, None)
-        if first != second:
-            return f"{name} is {quoted(first)} and {quoted(second)}"
-    for first, second in (
-        (one.get_vocab(), other.get_vocab()),
-        [{n: repr(token) for n, token in _added_tokens(each).items()} for each in (one, other)],
-    ):
-        for key in {**first, **second} if first != second else ():
-            if first.get(key) != second.get(key):
-                return f"the token {quoted(key)} is {quoted(first.get(key))} and {quoted(second.get(key))}"
+        for what, (first, second) in differences(_read(one, text), _read(other, text)).items():
+            pairs = enumerate(zip(first, second, strict=False))
+            start = max(0, next((n for n, pair in pairs if pair[0] != pair[1]), 0) - 1)
+            seen = quoted(first[start:]), quoted(second[start:])
+            return f"{what} {quoted(text)} are, from {start} on, {seen[0]} and {seen[1]}"
+    settings = ({name: getattr(each, name, None) for name in _ATTRIBUTES} for each in (one, other))
+    for name, (first, second) in differences(*settings).items():
+        return f"{name} is {quoted(first)} and {quoted(second)}"
+    added = ({n: repr(token) for n, token in _added_tokens(each).items()} for each in (one, other))
+    for key, (first, second) in (differences(one.get_vocab(), other.get_vocab()) | differences(*added)).items():
+        return f"the token {quoted(key)} is {quoted(first)} and {quoted(second)}"
     return None
 
 
@@ -122,8 +113,8 @@ def _added_tokens(tokenizer: Any) -> dict[int, Any]:
     return dict(sorted(decoder.items())) if isinstance(decoder, dict) else {}
 
 
-def _read(tokenizer: Any, text: str) -> Iterator[tuple[str, Any]]:
-    """(what, the sequence): of a text alone, cut and in a pair, padded, and back; or the name of an error.
+def _read(tokenizer: Any, text: str) -> dict[str, Any]:
+    """What -> the sequence: of a text alone, cut and in a pair, padded, and back; or the name of an error.
 
     The last calls are plain ones: a tokenizer keeps, and would save, truncation and padding of the last.
     """
@@ -142,19 +133,17 @@ def _read(tokenizer: Any, text: str) -> Iterator[tuple[str, Any]]:
             tokenizer(text)["input_ids"], skip_special_tokens=True
         ),
     }
+    sequences = {}
     for what, call in calls.items():
         try:
-            yield what, call()
+            sequences[what] = call()
         except Exception as error:  # of a tokenizer that cannot read this text
-            yield what, type(error).__name__
+            sequences[what] = type(error).__name__
+    return sequences
 
 
 def compare_folders(source: OpenedSource, folder: Path) -> tuple[TokensComparison | None, list[str]]:
-    """(the tokenizers that `AutoTokenizer` gives of the source and of a result, compared; what a person should know).
-
-    Raises:
-        VerificationError: they differ.
-    """
+    """(the tokenizers of a source and of a result, which must not differ, compared; what a person should know)."""
     tokenizer, reason = tokenizer_of(source)
     if tokenizer is None:
         names = source.checkpoint.tokenizer_files

@@ -22,7 +22,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, connect, connected_config, push, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, revert
-from resformer.convert.remote_code import auto_map, remote_code
+from resformer.convert.bundling import auto_map, remote_code
 from resformer.errors import CheckpointError
 from resformer.modeling.connection import KINDS
 from resformer.names import LISTING

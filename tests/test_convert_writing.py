@@ -321,7 +321,9 @@ def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) ->
     assert verify(tmp_path / "one", tmp_path / "two", verify="hashes").same is False
 
 
-def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path: Path) -> None:
+def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = save_checkpoint(tmp_path / "one", "mistral", sliding_window=64)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     change_json(tmp_path / "two" / "config.json", sliding_window=None)
@@ -330,14 +332,15 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path:
     assert comparison.logits.window is None
     assert not comparison.logits.identical
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    short = logits.compare_logits(lambda: one, lambda: two, window=64, longest=32)
+    monkeypatch.setattr(logits, "load", lambda model, name: (model, {}))
+    short = logits.compare_logits(("one", one), ("two", two), window=64, longest=32)
     assert (short.identical, short.window) == (True, 64)
     assert "on 128 tokens, within the sliding window of 64" in str(short)
     # A mask that is dropped, and a cache that is one token behind, change no logits of the first reading.
     forward = two.forward
     for wrong in ({"attention_mask": None}, {"position_ids": None}):
         two.forward = lambda wrong=wrong, **inputs: forward(**{**inputs, **wrong})
-        assert not logits.compare_logits(lambda: one, lambda: two).identical
+        assert not logits.compare_logits(("one", one), ("two", two)).identical
 
 
 def test_logits_are_compared_on_a_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from resformer import push
 from resformer.convert import CheckpointError, retrofit
-from resformer.convert.remote_code import auto_map, remote_code
+from resformer.convert.bundling import auto_map, remote_code
 from resformer.names import LISTING
 
 

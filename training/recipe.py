@@ -39,8 +39,7 @@ from transformers import (
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
-from resformer.convert.connections import coefficients_of
-from resformer.convert.connections_alone import write_connections
+from resformer.convert.connections import read_connections, write_connections
 from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
@@ -48,7 +47,7 @@ from resformer.errors import CheckpointError, OutputError, did_you_mean, one_lin
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
-from resformer.modeling.saved_connections import checksums, weights_have_changed
+from resformer.modeling.saved_connections import checksums, coefficients, weights_have_changed
 from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
 from resformer.training.log import LOG, LossGuard, last_checkpoint
@@ -316,7 +315,7 @@ def _write(
         if not trainer.has_weights_of_base:
             name = Path(options.model).resolve().name if local else options.model
             trained.base_model = {"name": name, "revision": getattr(config, "_commit_hash", None)}
-        tensors = coefficients_of(config, read_checkpoint(folder).shards)
+        tensors = coefficients(read_connections(config, read_checkpoint(folder).shards))
         write_connections(tensors, trained, alone, changed=False, report=facts, source_card=source_card)
         base = {"source": trained.base_model["name"], "revision": trained.base_model.get("revision")}
         write_metrics(alone, {**facts, **base})

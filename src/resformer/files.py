@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from inspect import getmembers
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,8 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     absent = [parent for parent in path.parents if not parent.exists()]
     lock = FileLock(path)
     try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path), suppress(Timeout):
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=-1 if wait else 0)
         yield lock.is_locked
     finally:
@@ -151,10 +151,8 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
                 if target.exists():
                     target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
                 partial.rename(target)
+        finally:
             settle()
-        except BaseException:
-            settle()
-            raise
 
 
 def _bring_back(target: Path) -> None:
@@ -175,7 +173,6 @@ def beside(target: Path, part: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small new file."""
     with writing(path):
         path.write_bytes(text.encode())
 
@@ -194,9 +191,7 @@ class AsDict:
 
     def as_dict(self) -> dict[str, Any]:
         """All of them, with `None` for NaN and infinity."""
-        names = [
-            name for each in type(self).__mro__ for name, value in vars(each).items() if isinstance(value, property)
-        ]
+        names = [name for name, _ in getmembers(type(self), lambda value: isinstance(value, property))]
         values: dict[str, Any] = json_value({**asdict(self), **{name: getattr(self, name) for name in names}})  # type: ignore[call-overload]
         return values
 

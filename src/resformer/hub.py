@@ -164,21 +164,18 @@ class Snapshot:
                     file.write(content)
 
     def _read(self, name: str, start: int, length: int) -> bytes:
-        """Some bytes of a file, from huggingface_hub's cache for assets or the Hub."""
+        """Some bytes of a file, from huggingface_hub's cache for assets or the Hub.
+
+        The Hub alone gets the token: the HTTP client drops it where another host answers.
+        """
         cached = None
         with suppress(OSError, ValueError):  # it is not there, or cannot be: the cache is only for the next time
             folder = cached_assets_path("resformer", self.repo_id, self.commit, assets_dir=constants.HF_ASSETS_CACHE)
             cached = folder / f"{name}.{start}-{length}"
             if len(content := cached.read_bytes()) == length:
                 return content
-        content = self._asked(name, start, length) if length else b""
-        with suppress(OSError):
-            if cached is not None:
-                cached.write_bytes(content)
-        return content
-
-    def _asked(self, name: str, start: int, length: int) -> bytes:
-        """Of the Hub. It alone gets the token: the HTTP client drops it where another host answers."""
+        if not length:
+            return b""
         url = hf_hub_url(self.repo_id, name, revision=self.commit)
         wanted = f"bytes {start}-{start + length - 1}"
         headers = {**build_hf_headers(), "range": wanted.replace(" ", "="), "accept-encoding": "identity"}
@@ -210,4 +207,7 @@ class Snapshot:
                 f"{len(content):,} ({one_line(sent)}). Run the command again; if it stays, download the repository and "
                 "use its folder."
             )
+        with suppress(OSError):
+            if cached is not None:
+                cached.write_bytes(content)
         return content

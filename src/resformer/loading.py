@@ -15,11 +15,7 @@ from resformer.untrusted import check_folder, check_settings
 
 
 def check_source(name: str | Path, **hub: Any) -> None:
-    """Refuses a folder or Hub id whose files have Transformers read others: see `check_folder` and `check_settings`.
-
-    Args:
-        hub: of `from_pretrained`, for example the revision.
-    """
+    """Refuses a folder or Hub id whose files have Transformers read others: see `check_folder` and `check_settings`."""
     if Path(name).is_dir():
         check_folder(name)
         return
@@ -32,11 +28,7 @@ def check_source(name: str | Path, **hub: Any) -> None:
 
 
 def load_config(name: str | Path, **options: Any) -> PreTrainedConfig:
-    """The configuration of a checked folder or Hub id. The attention that it asks for is left to Transformers.
-
-    Args:
-        options: of `AutoConfig.from_pretrained`.
-    """
+    """The configuration of a checked folder or Hub id. The attention that it asks for is left to Transformers."""
     check_source(name, **options)
     return without_kernels(AutoConfig.from_pretrained(name, trust_remote_code=False, **options))
 

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib import import_module, invalidate_caches
+from importlib.util import find_spec
 from pathlib import Path
 
 from resformer.errors import did_you_mean, one_line
@@ -44,19 +45,15 @@ def import_connections(file: Path) -> list[str]:
     if not name.isidentifier() or (known is not None and Path(known.origin or "").resolve() != path):
         raise ValueError(f"{file}: its name is not free for a module of its own: rename it.")
     if name not in sys.modules:
-        spec = spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module_from_spec(spec)
-        sys.path.append(str(path.parent))  # of what it imports
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except Exception as error:  # any of the file's
-            del sys.modules[name]
-            raise ValueError(f"{file}: cannot be imported: {type(error).__name__}: {one_line(error)}") from error
+        sys.path += dict.fromkeys([str(file.absolute().parent), str(path.parent)])  # the second: of what it imports
+        invalidate_caches()  # the file may be new
+    try:
+        module = import_module(name)
+    except Exception as error:  # any of the file's
+        raise ValueError(f"{file}: cannot be imported: {type(error).__name__}: {one_line(error)}") from error
     from resformer.modeling.connection import KINDS
 
-    defined = {id(each) for each in vars(sys.modules[name]).values()}
+    defined = {id(each) for each in vars(module).values()}
     names = [kind.name for kind in KINDS if kind.fields_of is None and id(kind) in defined]
     if not names:
         raise ValueError(f"{file}: defines no `resformer.Connection` with a name.")

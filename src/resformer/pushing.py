@@ -19,9 +19,8 @@ from huggingface_hub.utils.sha import git_hash
 
 from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import method_of
-from resformer.convert.bundling import config_with_code
+from resformer.convert.bundling import config_with_code, remote_code
 from resformer.convert.connected_families import connection_config, view
-from resformer.convert.remote_code import remote_code
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line
 from resformer.files import AsDict
@@ -126,8 +125,7 @@ class Push:
             ) from error
         wrong = []
         for name, content in self.contents.items():
-            file = stored.get(name)
-            by_git = git_hash(content) if isinstance(content, bytes) else None
+            file, by_git = stored.get(name), git_hash(content) if isinstance(content, bytes) else None
             if file is None or (file.blob_id != by_git if file.lfs is None else file.lfs.sha256 != sent[name]):
                 wrong.append(name)
         if wrong:

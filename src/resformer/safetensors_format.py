@@ -68,11 +68,10 @@ def read_shard(path: Path) -> Shard:
         raise CheckpointError(f"{path}: holds {count:,} tensors; at most {MOST_TENSORS:,} are read.")
     entries = parse_json(header, f"{path}: header")
     entries.pop("__metadata__", None)
-    places = {name: [8 + length + offset for offset in entry["data_offsets"]] for name, entry in entries.items()}
-    tensors = [
-        Tensor(name, entries[name]["dtype"], tuple(entries[name]["shape"]), begin, end - begin)
-        for name, (begin, end) in places.items()
-    ]
+    tensors = []
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        tensors.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin))
     return Shard(real, size, tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes))), path.name)
 
 

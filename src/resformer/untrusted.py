@@ -58,7 +58,9 @@ def inside(path: Path, folder: Path, *, within: bool = False) -> Path:
     except (OSError, RuntimeError) as error:  # it is gone, or a loop of links
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     followed = not within and path.parent == folder and OFTEN_LINKED.fullmatch(path.name)
-    if not followed and home not in real.parents and real.parent != _blobs(home):
+    # `snapshots/<commit>/[sub-folder/]x` is a link to `blobs/<hash>`.
+    blobs = [parent.with_name("blobs") for parent in home.parents if parent.name == "snapshots"][:1]
+    if not followed and home not in real.parents and real.parent not in blobs:
         raise CheckpointError(f"{path}: is a link out of its folder, to {real}; put the file itself there.")
     return real
 
@@ -100,7 +102,7 @@ def check_folder(folder: str | Path) -> None:
     for path, files in named.items():  # of weights
         for tensor, file in files.items() if isinstance(files, dict) else ():
             suffix = ".safetensors" if path.name == INDEX else Path(str(file)).suffix
-            bare_name(file, suffix, f"{path}: weight_map of {quoted(tensor)}" if tensor else str(path))
+            check_bare_name(file, suffix, f"{path}: weight_map of {quoted(tensor)}" if tensor else str(path))
 
 
 def check_settings(path: Path) -> None:
@@ -180,8 +182,8 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def bare_name(name: object, suffix: str, where: str) -> str:
-    """`name` if it is that of a file in the same folder: it leads nowhere else (`../x`, `/x`, `C:x`, NUL)."""
+def check_bare_name(name: object, suffix: str, where: str) -> None:
+    """Refuses what is not the name of a file in the same folder, but leads elsewhere (`../x`, `/x`, `C:x`, NUL)."""
     if (
         not isinstance(name, str)
         or not name.endswith(suffix)
@@ -193,10 +195,3 @@ def bare_name(name: object, suffix: str, where: str) -> str:
         raise CheckpointError(
             f"{where}: names the file {quoted(name)}; expected the bare name of a {suffix} file beside it."
         )
-    return name
-
-
-def _blobs(folder: Path) -> Path | None:
-    """Where the links of a Hub snapshot lead: `snapshots/<commit>/[sub-folder/]x` is a link to `blobs/<hash>`."""
-    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
-    return None if snapshots is None else snapshots.parent / "blobs"
