@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
+from conftest import RAGGED, SMEARED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -106,7 +106,7 @@ MODES: dict[str, dict[str, Any]] = {
     "beams, static": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "static"},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
 }
-CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
+CACHES = {"dynamic": DynamicCache, "static": StaticCache}
 
 
 @functools.cache
@@ -116,24 +116,27 @@ def uncached(variant: str, options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_generation_with_a_cache_equals_generation_without(variant: str, mode: str) -> None:
+def test_generation_with_a_cache_equals_generation_without(decoder: str, mode: str) -> None:
     options = dict(MODES[mode])
-    model = tiny_model(variant, attention=options.pop("attention", "sdpa"))
+    model = tiny_model(decoder, attention=options.pop("attention", "sdpa"))
     of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
     without = {name: value for name, value in options.items() if name not in of_caches}
-    expected = uncached(variant, tuple(without.items()))
+    expected = uncached(decoder, tuple(without.items()))
     got = generate(model, RAGGED, **options)
     assert getattr(expected, CACHE) is None
-    assert type(getattr(got, CACHE)) is CACHES[options.get("cache_implementation")]
+    default = DynamicCache if decoder.startswith("smear-alone") else GrowingCache  # the family has its own
+    assert type(getattr(got, CACHE)) is CACHES.get(options.get("cache_implementation"), default)
     assert_same_generation(got, expected)
+    if decoder in SMEARED and "static" in mode:  # the cache is used again, with the tokens of the first time in it
+        assert_same_generation(generate(model, RAGGED, **options), expected)
     # Control: the continuations vary and depend on the prompt, so that a wrong cache would show.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
-def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device: str) -> None:
-    model, batch = tiny_model(variant).to(device), moved(RAGGED, device)
+def test_chunked_prefill_equals_one_pass(decoder: str, sizes: list[int], device: str) -> None:
+    model, batch = tiny_model(decoder).to(device), moved(RAGGED, device)
     expected = uncached_logits(model, batch)
     for cache in caches_of(model).values():
         got = logits_in_chunks(model, batch, sizes, cache)
@@ -141,8 +144,8 @@ def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device:
 
 
 @pytest.mark.parametrize("drafts", ["itself", "alike", "small", "lookup", "first layers"])
-def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None:
-    model, prompt = tiny_model(variant), FIRST
+def test_generation_from_drafts_equals_greedy(decoder: str, drafts: str) -> None:
+    model, prompt = tiny_model(decoder), FIRST
     options: dict[str, Any] = {}
     if drafts == "lookup":
         ids = torch.randperm(97)[None]  # every token, so that whatever comes is found there
@@ -174,8 +177,8 @@ def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None
         assert len(whole) < len(passes), "no pass ended early"
 
 
-def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str) -> None:
-    model, batch = tiny_model(variant), RAGGED
+def test_a_second_turn_on_a_returned_cache_equals_one_pass(decoder: str) -> None:
+    model, batch = tiny_model(decoder), RAGGED
     generator = torch.Generator().manual_seed(7)
     caches = {"default": None} | {kind: caches_of(model, 40)[kind] for kind in ("growing", "dynamic", "static")}
     for turn in range(3):
