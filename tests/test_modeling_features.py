@@ -244,10 +244,11 @@ HEADS = {
     "token": (ResFormerForTokenClassification, AutoModelForTokenClassification),
     "question": (ResFormerForQuestionAnswering, AutoModelForQuestionAnswering),
 }
+WITH_HEADS = ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"]
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("variant", ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"], indirect=True)
+@pytest.mark.parametrize("variant", others_slow(WITH_HEADS, ["resformer"]), indirect=True)
 def test_task_heads_train_and_reload(variant: str, head: str, tmp_path: Path) -> None:
     model_class, auto_class = HEADS[head]
     model = tiny_model(variant, model_class=model_class, num_labels=5 if head != "question" else 2)
