@@ -62,11 +62,7 @@ def shallow(cache: Cache) -> Cache:
     return twin
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "shallow": shallow,
-}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "shallow": shallow}
 STEP = st.one_of(
     st.tuples(st.just("update"), st.integers(1, 300)),
     st.tuples(st.just("update"), st.just(1)),
