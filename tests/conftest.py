@@ -96,13 +96,18 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "unmixed-streams": {"hyper_connections": "ihc", "hyper_streams": 3, "value_residual": "learnable"},
 }
 
-#: In nanochat's decoder, whose layers read the token before too: the method, and windows.
+#: nanochat's decoder, whose layers read the token before too, and windows in it.
+SMEAR = {"head_dim": 8, "smear": True}
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
-SMEARED: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "smear": ("nanochat", WINDOWS),
-    "smear-everywhere": ("nanochat", {}),
-    "smear-alone": (None, WINDOWS),
-    "smear-alone-everywhere": (None, {}),
+#: Decoders of other families: the model type, a method or none, and what it sets.
+FAMILIES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "smear": ("nanochat_2026", "nanochat", {**SMEAR, **WINDOWS}),
+    "smear-everywhere": ("nanochat_2026", "nanochat", SMEAR),
+    "smear-alone": ("nanochat_2026", None, {**SMEAR, **WINDOWS}),
+    "smear-alone-everywhere": ("nanochat_2026", None, SMEAR),
+    "llama-alone": ("llama", None, {}),
+    "mistral-alone": ("mistral", None, {"sliding_window": 8}),
+    "qwen3-alone": ("qwen3", None, {"head_dim": 12}),
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
@@ -155,9 +160,11 @@ def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=others_slow([*VARIANTS, *SMEARED], [*QUICK, "smear", "smear-alone-everywhere"]))
+@pytest.fixture(
+    params=others_slow([*VARIANTS, *FAMILIES], [*QUICK, "smear", "smear-alone-everywhere", "mistral-alone"])
+)
 def decoder(request: pytest.FixtureRequest) -> str:
-    """Every variant in turn, in nanochat's decoder too."""
+    """Every variant and every decoder of another family in turn."""
     return request.param
 
 
@@ -182,9 +189,9 @@ def moved(batch: Batch, device: str) -> Batch:
 
 def tiny_config(variant: str = "transformer", **fields: Any) -> Any:
     """The configuration of a method or combination, with fields on top."""
-    if variant in SMEARED:
-        method, windows = SMEARED[variant]
-        return family_config("nanochat_2026", method, **{"head_dim": 8, "smear": True, **windows, **fields})
+    if variant in FAMILIES:
+        family, method, own = FAMILIES[variant]
+        return family_config(family, method, **own, **fields)
     if variant in COMBINATIONS:
         return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
     return ResFormerConfig.for_method(variant, **{**TINY, **fields})

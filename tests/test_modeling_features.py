@@ -80,11 +80,14 @@ def test_embeddings_give_the_logits_of_their_tokens(variant: str) -> None:
             model(**wrong)
 
 
+with_a_smear = pytest.mark.parametrize("variant", [*others_slow(VARIANTS), "smear"], indirect=True)
+
+
 def labels_of(batch: Batch) -> torch.Tensor:
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
-@pytest.mark.parametrize("variant", [*others_slow(VARIANTS), "smear"], indirect=True)
+@with_a_smear
 @pytest.mark.parametrize("use_cache", [None, True, False], ids=["default", "cache", "no-cache"])
 def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | None) -> None:
     for attention in ("sdpa", "eager"):
@@ -154,9 +157,10 @@ def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@with_a_smear
 @pytest.mark.parametrize("trained", ["everything", "added"])
-def test_gradient_checkpointing_changes_no_gradient(decoder: str, trained: str, device: str) -> None:
-    model, batch = tiny_model(decoder).to(device).train(), moved(RAGGED, device)
+def test_gradient_checkpointing_changes_no_gradient(variant: str, trained: str, device: str) -> None:
+    model, batch = tiny_model(variant).to(device).train(), moved(RAGGED, device)
     if trained == "added":
         if not any(is_connection(name) for name, _ in model.named_parameters()):
             pytest.skip("nothing is added")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RAGGED, SMEARED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
+from conftest import FAMILIES, RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -106,7 +106,13 @@ MODES: dict[str, dict[str, Any]] = {
     "beams, static": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "static"},
     "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
 }
-CACHES = {"dynamic": DynamicCache, "static": StaticCache}
+CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
+
+
+def default_cache(decoder: str, model: PreTrainedModel) -> dict[str, Cache]:
+    """Families by themselves have another default than models with connections."""
+    alone = decoder in FAMILIES and FAMILIES[decoder][1] is None
+    return {CACHE: GrowingCache(model.config)} if alone else {}
 
 
 @functools.cache
@@ -122,12 +128,12 @@ def test_generation_with_a_cache_equals_generation_without(decoder: str, mode: s
     of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
     without = {name: value for name, value in options.items() if name not in of_caches}
     expected = uncached(decoder, tuple(without.items()))
-    got = generate(model, RAGGED, **options)
+    own = {} if "cache_implementation" in options else default_cache(decoder, model)
+    got = generate(model, RAGGED, **options, **own)
     assert getattr(expected, CACHE) is None
-    default = DynamicCache if decoder.startswith("smear-alone") else GrowingCache  # the family has its own
-    assert type(getattr(got, CACHE)) is CACHES.get(options.get("cache_implementation"), default)
+    assert type(getattr(got, CACHE)) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
-    if decoder in SMEARED and "static" in mode:  # the cache is used again, with the tokens of the first time in it
+    if decoder in FAMILIES and "static" in mode:  # the cache is used again, with the tokens of the first time in it
         assert_same_generation(generate(model, RAGGED, **options), expected)
     # Control: the continuations vary and depend on the prompt, so that a wrong cache would show.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
@@ -168,7 +174,7 @@ def test_generation_from_drafts_equals_greedy(decoder: str, drafts: str) -> None
     whole: list[int] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: passes.append(args[0].shape[1]))
     model.model.layers[-1].register_forward_hook(lambda *_: whole.append(1))
-    assert_same_generation(generate(model, prompt, **options), expected)
+    assert_same_generation(generate(model, prompt, **options, **default_cache(decoder, model)), expected)
     if drafts == "alike":
         assert len(passes) < NEW_TOKENS  # some guesses were right
     if drafts in ("alike", "lookup"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RAGGED, TINY, WINDOWS, family_config, randomise
+from conftest import RAGGED, SMEAR, TINY, WINDOWS, family_config, randomise
 from test_modeling_generation import generate
 from transformers import (
     AutoModel,
@@ -40,7 +40,7 @@ IDS = RAGGED["input_ids"][:1]
 
 def nanochat(method: str | None = "nanochat", *, attention: str = "sdpa", **fields: Any) -> Any:
     """A tiny model with a smear and windows, connected or not, with random parameters."""
-    config = family_config("nanochat_2026", method, **{"head_dim": 8, "smear": True, **WINDOWS, **fields})
+    config = family_config("nanochat_2026", method, **{**SMEAR, **WINDOWS, **fields})
     config._attn_implementation = attention
     return randomise(AutoModelForCausalLM.from_config(config)).eval()
 
