@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # The rest of generation is as that Transformers has it: crops of windows, prompt lookup, quantized caches.
 FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py tests/test_modeling_generation.py \
-	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous)"
+	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous or smear or alone)"
 FAMILIES ?= gemma or qwen or llama or mistral or glm or gpt or phi or deepseek or olmo or granite
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 

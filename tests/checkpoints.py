@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from hub_server import Sparse
 from safetensors.torch import load_file
+from small_decoders import small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from resformer.names import standard_names
 from resformer.safetensors_format import Tensor, header_bytes
@@ -75,7 +83,13 @@ SMOLLM2_135M = {
 
 
 def family_model(family: str, **fields: Any) -> PreTrainedModel:
-    """A model of the family with random parameters, biases and norms among them."""
+    """A model of the family with random parameters, biases and norms among them; of any other, as that starts it."""
+    if family not in FAMILIES:
+        decoder = small_config(family)
+        for name, value in {**dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0), **fields}.items():
+            setattr(decoder.get_text_config(), name, value)
+        torch.manual_seed(0)
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder)](decoder)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **fields})
     return randomise(AutoModelForCausalLM.from_config(config))
 
@@ -119,10 +133,10 @@ def change_json(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def save_notes(folder: Path) -> None:
-    """Writes `notes.txt`: 300 short documents, a paragraph each."""
+def save_notes(folder: Path, name: str = "notes.txt", between: str = "\n\n") -> None:
+    """Writes 300 short documents, a paragraph each."""
     lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
-    (folder / "notes.txt").write_text("\n\n".join(lines))
+    (folder / name).write_text(between.join(lines))
 
 
 def save_checkpoint(

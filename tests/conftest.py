@@ -18,7 +18,7 @@ from hub_server import Commands, HubServer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, connected_config
+from resformer import METHODS, ResFormerConfig, connected_config
 from resformer.cli import app
 from resformer.configuration.methods import connections_of, method_fields
 from resformer.modeling.connections import KINDS
@@ -96,6 +96,20 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "unmixed-streams": {"hyper_connections": "ihc", "hyper_streams": 3, "value_residual": "learnable"},
 }
 
+#: nanochat's decoder, whose layers read the token before too, and windows in it.
+SMEAR = {"head_dim": 8, "smear": True}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+#: Decoders of other families: the model type, a method or none, and what it sets.
+FAMILIES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "smear": ("nanochat_2026", "nanochat", {**SMEAR, **WINDOWS}),
+    "smear-everywhere": ("nanochat_2026", "nanochat", SMEAR),
+    "smear-alone": ("nanochat_2026", None, {**SMEAR, **WINDOWS}),
+    "smear-alone-everywhere": ("nanochat_2026", None, SMEAR),
+    "llama-alone": ("llama", None, {}),
+    "mistral-alone": ("mistral", None, {"sliding_window": 8}),
+    "qwen3-alone": ("qwen3", None, {"head_dim": 12}),
+}
+
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
 QUICK = ("transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink").split()
@@ -147,6 +161,14 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(
+    params=others_slow([*VARIANTS, *FAMILIES], [*QUICK, "smear", "smear-alone-everywhere", "mistral-alone"])
+)
+def decoder(request: pytest.FixtureRequest) -> str:
+    """Every variant and every decoder of another family in turn."""
+    return request.param
+
+
+@pytest.fixture(
     scope="session",
     params=[
         "cpu",
@@ -165,11 +187,22 @@ def moved(batch: Batch, device: str) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def tiny_config(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
+def tiny_config(variant: str = "transformer", **fields: Any) -> Any:
     """The configuration of a method or combination, with fields on top."""
+    if variant in FAMILIES:
+        family, method, own = FAMILIES[variant]
+        return family_config(family, method, **own, **fields)
     if variant in COMBINATIONS:
         return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
     return ResFormerConfig.for_method(variant, **{**TINY, **fields})
+
+
+def family_config(model_type: str, variant: str | None, **fields: Any) -> Any:
+    """As `tiny_config`, of another family; `None` is the family's own."""
+    plain = AutoConfig.for_model(model_type, **{**TINY, **fields})
+    if variant is None:
+        return plain
+    return connected_config(plain, variant if variant in METHODS else connections_of(tiny_config(variant)))
 
 
 def starting_as_llama(method: str, num_layers: int) -> dict[str, Any]:
@@ -197,7 +230,7 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 def tiny_model(
     variant: str = "transformer",
     *,
-    model_class: type[PreTrainedModel] = ResFormerForCausalLM,
+    model_class: type[PreTrainedModel] | None = None,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
     seed: int = 0,
@@ -206,7 +239,8 @@ def tiny_model(
     """A model of a variant with random parameters, in eval mode."""
     config = tiny_config(variant, **fields)
     config._attn_implementation = attention
-    return randomise(model_class(config), seed).to(dtype).eval()
+    model = model_class(config) if model_class else AutoModelForCausalLM.from_config(config)
+    return randomise(model, seed).to(dtype).eval()
 
 
 def three_prompts() -> Batch:
@@ -322,9 +356,6 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return run
 
 
-def windowed_model(variant: str, window: int, seed: int = 0) -> PreTrainedModel:
+def windowed_model(variant: str, window: int) -> PreTrainedModel:
     """As `tiny_model`, in Mistral's class, whose layers all have a sliding window."""
-    connections = connections_of(tiny_config(variant))
-    plain = AutoConfig.for_model("mistral", **TINY, sliding_window=window)
-    model = AutoModelForCausalLM.from_config(connected_config(plain, connections))
-    return randomise(model, seed).eval()
+    return randomise(AutoModelForCausalLM.from_config(family_config("mistral", variant, sliding_window=window))).eval()

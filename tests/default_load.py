@@ -1,42 +1,66 @@
 """What Transformers makes of a folder by default: the judge of conversions, which knows nothing of this package."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import change_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 TEXTS = ["Two  spaces, 1234567 digits;\n\tdon't naïve 中文 Привет<end> after<end>before \U0001f600 ", "a b"]
+TURNS = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": "Yes."}]
+SETTINGS = "special_tokens_map all_special_ids padding_side model_max_length chat_template".split()
+
+
+def look(folder: Path) -> dict[str, Any]:
+    """What can be compared; raises if the model does not run."""
+    seen = look_at_what_works(folder)
+    assert not isinstance(seen["logits"], str), seen["logits"]
+    return seen
 
 
 @torch.no_grad()
-def look(folder: Path) -> dict[str, Any]:
-    """Neither a dtype nor an implementation of attention is asked for."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+def look_at_what_works(folder: Path, **more: Callable[[PreTrainedModel], Any]) -> dict[str, Any]:
+    """Of a call that fails, the name of the error: both may fail alike.
+
+    Neither a dtype nor an implementation of attention is asked for. `more` are calls with the model.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    seen: dict[str, Any] = {"dtype": str(model.dtype), "logits": model(input_ids=ids).logits.tolist()}
-    settings = model.generation_config.to_dict()
-    seen["generation"] = {k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
-    for name, chosen in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True}}.items():
+
+    def logits() -> list[Any]:
+        return (model(input_ids=ids, return_dict=True).logits.double() + 0.0).tolist()
+
+    def generated(**options: Any) -> list[Any]:
         torch.manual_seed(0)
+        options |= {"max_new_tokens": 4, "max_time": 60, "return_dict_in_generate": False}
+        return model.generate(ids, attention_mask=mask, **options).tolist()
+
+    def tokens() -> list[Any]:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        read = tokenizer(TEXTS, padding=tokenizer.pad_token is not None)
+        told = [getattr(tokenizer, name) for name in SETTINGS]
+        chat = isinstance(told[-1], str) and tokenizer.apply_chat_template(TURNS, tokenize=False)
+        return [dict(read), tokenizer.batch_decode(read["input_ids"]), told, chat]
+
+    settings = model.generation_config.to_dict()
+    seen: dict[str, Any] = {"dtype": str(model.dtype)}
+    seen["generation"] = {k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
+    calls = {"logits": logits, "tokens": tokens, **{name: partial(call, model) for name, call in more.items()}}
+    calls |= {name: partial(generated, do_sample=name == "sampled") for name in ("greedy", "sampled")}
+    for name, call in calls.items():
         try:
-            seen[name] = model.generate(ids, attention_mask=mask, max_new_tokens=4, **chosen).tolist()
-        except Exception as error:  # both may fail alike
+            seen[name] = call()
+        except Exception as error:
             seen[name] = type(error).__name__
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:
-        return seen | {"tokens": type(error).__name__}
-    seen["tokens"] = [tokenizer(text).input_ids for text in TEXTS]
-    seen["back"] = tokenizer.batch_decode(seen["tokens"])
-    names = "special_tokens_map all_special_ids padding_side model_max_length chat_template".split()
-    return seen | {name: getattr(tokenizer, name) for name in names}
+    return seen
 
 
 def publish(folder: Path) -> None:

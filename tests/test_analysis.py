@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import any_decoder
 import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from conftest import VARIANTS, cli, others_slow, tiny_config, tiny_model
 from matplotlib import image
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from resformer import ResFormerForSequenceClassification
 from resformer.analysis import Analysis, analyze, figures, read_texts, write_report
@@ -30,7 +26,6 @@ from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.connection import plain_matrix
 from resformer.modeling.versions import CACHE
 from resformer.names import LISTING
-from resformer.training.optimizer import is_connection
 
 Written = tuple[list[Analysis], Path]
 #: Texts of different lengths, as token ids.
@@ -173,9 +168,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Written:
     for method in ("resformer-denseformer", "resformer-gated"):
         retrofit(folder / "llama", folder / method, method=method)
         model = AutoModelForCausalLM.from_pretrained(folder / method)
-        for name, parameter in model.named_parameters():
-            if is_connection(name):
-                parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        any_decoder.move(model)
         analyses.append(analyze(model, TEXTS, name=method))
     write_report(analyses, folder / "out", "resformer analyze a b")
     return analyses, folder / "out"

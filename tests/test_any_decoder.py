@@ -360,7 +360,7 @@ def test_attention_kernels_agree(model_type: str, attention: str) -> None:
 
 
 @used
-@pytest.mark.parametrize("part", ["layers", "model"])
+@pytest.mark.parametrize("part", others_slow(["layers", "model"], ["layers"]))
 def test_compiling_changes_no_gradient(model_type: str, part: str) -> None:
     model = build(model_type).train()
     expected = any_decoder.gradients(model)

@@ -93,12 +93,8 @@ def test_tables_of_the_planned_study_are_recomputed(
                 {"step": step, "tokens": 16 * step, "validation_loss": loss + 1 / (step + 1)}
                 for step in range(0, 21, 2)
             ]
-            costs = {
-                "parameters": 9,
-                "training_flops": 2.0,
-                "cache_bytes_per_token": 64,
-                "tokens_per_second": 10 - place,
-            }
+            costs = {"parameters": 9, "training_flops": 2.0, "cache_bytes_per_token": 64}
+            costs["tokens_per_second"] = 10 - place
             run = {"size": "small", "method": method, "architecture": method, "seed": seed, "steps": 20, **rates}
             lines.append({**run, "loss": loss, "curve": curve, "held_out": {"tokens": 9}, "environment": {}, **costs})
     (tmp_path / "study").mkdir()
@@ -129,18 +125,7 @@ def test_the_commands_of_the_plan_are_accepted(
     assert ran.returncode == 0, ran.stderr
     commands = [each.split("\0")[:-1] for each in ran.stdout.split("END\0")[:-1]]
     studies: dict[str, list[dict[str, Any]]] = {}
-    more = [
-        "--data",
-        "notes.txt",
-        "--sample-by",
-        "paragraph",
-        "--held-out",
-        "0.1",
-        "--seeds",
-        "1",
-        "--dry-run",
-        "--json",
-    ]
+    more = "--data notes.txt --sample-by paragraph --held-out 0.1 --seeds 1 --dry-run --json".split()
     for command in commands:
         if command[1][-5:] in ("gpu-1", "gpu-2"):  # the same with other seeds
             continue

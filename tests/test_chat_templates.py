@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 trl = pytest.importorskip("trl")
 
-
 from resformer.training.chats import _rows_of_one, _template  # noqa: E402
 from resformer.training.data import DataError  # noqa: E402
 
@@ -18,16 +17,8 @@ TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem
 ONE = [{"role": "user", "content": "How much is it?"}, {"role": "assistant", "content": "It is forty-two."}]
 TWO = [*ONE, {"role": "user", "content": "And twice?"}, {"role": "assistant", "content": "Then eighty-four."}]
 CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "multiply",
-            "description": "Multiplies.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "multiply", "description": "Multiplies.", "parameters": INTEGERS}}]
 #: Kind -> a chat and its tools.
 CHATS: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "one turn": (ONE, None),
@@ -52,8 +43,7 @@ REFUSED = {
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    special = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>")
-    more = tuple(token for token in special if token not in ("<|im_end|>",))
+    more = ("<end_of_turn>", "<|eot_id|>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>")
     return byte_tokenizer((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), more)
 
 
@@ -87,9 +77,8 @@ def learned(name: str, chat: list[dict[str, Any]], tools: Any) -> list[str]:
 def test_answers_are_learned_or_the_chat_is_refused(name: str, kind: str) -> None:
     chat, tools = CHATS[kind]
     if name in REFUSED[kind].split():
-        with pytest.raises(
-            DataError, match=r"The chat template does not render|does not fit the tokenizer's chat template"
-        ):
+        said = "The chat template does not render|does not fit the tokenizer's chat template"
+        with pytest.raises(DataError, match=said):
             learned(name, chat, tools)
         return
     texts = learned(name, chat, tools)

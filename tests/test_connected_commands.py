@@ -2,18 +2,18 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import any_decoder
 import pytest
 import torch
-from checkpoints import byte_tokenizer, contents, save_notes, stored
+from checkpoints import byte_tokenizer, contents, save_checkpoint, save_notes, stored
 from conftest import cli
 from hub_server import Commands
 from safetensors.torch import load_file, save_file
 from small_decoders import small_config
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import resformer
 from resformer import inspect, retrofit, revert, verify
@@ -26,28 +26,18 @@ FAMILIES = ("gemma3_text", "qwen3_moe", "gemma3")
 IDS = torch.arange(1, 41).view(2, 20)
 
 
-def save_family(folder: Path, family: str, **sharding: str) -> None:
-    config, tokenizer = small_config(family), byte_tokenizer()
-    shape = {"vocab_size": 300, "max_position_embeddings": 256}
-    for name, value in {**shape, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}.items():
-        setattr(config.get_text_config(), name, value)
-    torch.manual_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    model.generation_config.repetition_penalty = 1.5
-    model.save_pretrained(folder, **sharding)
-    tokenizer.save_pretrained(folder)
+def save_family(folder: Path, family: str, **options: Any) -> None:
+    save_checkpoint(folder, family, vocab_size=300, max_position_embeddings=256, **options)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has a checkpoint, `source`, of two shards; its retrofit, `out`; one whose coefficients have moved, `moved`."""
     folder = tmp_path_factory.mktemp(request.param)
-    save_family(folder / "source", request.param, max_shard_size="300KB")
+    save_family(folder / "source", request.param, shards=True)
     retrofit(folder / "source", folder / "out", "resformer-denseformer", link=True, progress=False)
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
-    for name, parameter in model.named_parameters():
-        if is_connection(name):
-            parameter.data += 0.3 * torch.randn(parameter.shape)
+    any_decoder.move(model)
     model.save_pretrained(folder / "moved")
     byte_tokenizer().save_pretrained(folder / "moved")
     save_notes(folder)
@@ -65,11 +55,8 @@ def test_a_retrofit_is_the_familys_own_folder_and_a_shard_of_coefficients(folder
     model = AutoModelForCausalLM.from_pretrained(out)
     own_class = type(AutoModelForCausalLM.from_pretrained(source))
     assert isinstance(model, own_class)
-    assert torch.equal(logits_of(out), logits_of(source))
-    before, after = stored(source), stored(out)
-    assert {name: after[name] for name in before} == before, "every tensor, under its name on the disk"
-    added = {name for name in after if name not in before}
-    assert added == set(stored(folder / "moved")) - set(before), "under the names of `save_pretrained`"
+    added = stored(out).keys() - stored(source).keys()  # its logits and other tensors: test_convert_retrofit.py
+    assert added == stored(folder / "moved").keys() - stored(source).keys(), "under the names of `save_pretrained`"
     assert len(added) == len(added_modules(model))
     linked = [path for path in out.glob("*.safetensors") if path.stat().st_nlink > 1]
     assert len(linked) == len(list(source.glob("*.safetensors"))) > 1
@@ -80,10 +67,6 @@ def test_a_retrofit_is_the_familys_own_folder_and_a_shard_of_coefficients(folder
     assert config == {**json.loads((source / "config.json").read_text()), **changed, **fields}
     for name in ("tokenizer.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    text = "two  spaces"
-    assert [AutoTokenizer.from_pretrained(each)(text)["input_ids"] for each in (source, out)] == [
-        byte_tokenizer()(text)["input_ids"]
-    ] * 2
 
 
 def test_reports_say_what_transformers_computes(folder: Path) -> None:
@@ -237,28 +220,6 @@ def test_training_measuring_and_comparing(folder: Path, tmp_path: Path, monkeypa
         plain.num_parameters(),
         denseformer.num_parameters() - sum(p.numel() for n, p in denseformer.named_parameters() if "value_res" in n),
     ]
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="no lm_eval")
-def test_eval_gives_a_retrofit_its_sources_scores(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # it takes seconds
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": f"word {n} " * 3}) + "\n" for n in range(4)))
-    task = {
-        "task": "words", "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood_rolling",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
-        "doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "word_perplexity"}],
-    }  # fmt: skip
-    (tmp_path / "words.yaml").write_text(json.dumps(task))
-    scores = []
-    for name in ("source", "out", "moved"):
-        given = ("--include_path", tmp_path, "--tasks", "words", "--device", "cpu", "--output_path", tmp_path / name)
-        done = cli("eval", folder / name, *given)
-        assert done.exit_code == 0, done.stderr
-        [written] = (tmp_path / name).rglob("results_*.json")
-        scores.append(json.loads(written.read_text())["results"]["words"]["word_perplexity,none"])
-    assert scores[0] == scores[1] != scores[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import any_decoder
 import pytest
 import torch
 from checkpoints import save_notes
+from command_server import run
 from conftest import cli
 from small_decoders import small_decoder
 from test_connected_commands import save_family
@@ -227,11 +227,7 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
     before, kind = any_decoder.logits_of(model), type(model)
     for members, error, said in (
         ({"layers": classmethod(lambda cls, shape: [9])}, ValueError, "it has 4 layers, and none is layer 9"),
-        (
-            {"reads": reads("mlp_added", 2)},
-            ValueError,
-            "layer 1 would read the mlp_added of layer 2, which is none",
-        ),
+        ({"reads": reads("mlp_added", 2)}, ValueError, "layer 1 would read the mlp_added of layer 2, which is none"),
         ({"__init__": broken}, AttributeError, "before Module.__init__"),
     ):
         with pytest.raises(error, match=said):
@@ -322,8 +318,8 @@ def test_commands_take_methods_from_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_example_is_short_and_prints_what_the_page_says() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True)
-    assert done.stdout == "logits unchanged: True\nparameters added: 4\n"
+    done = run("-c", f"import runpy; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')")
+    assert done.stdout == "logits unchanged: True\nparameters added: 4\n", done.stderr
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

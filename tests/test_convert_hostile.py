@@ -319,6 +319,7 @@ def test_damaged_checkpoints_are_refused(case: str, copy: Copy, good: dict[str, 
     source = copy(checkpoint)
     (change(**yaml.safe_load(fields)) if fields else table[name])(source)
     assert_one_said("hostile", case, convert_refused(source))
+    convert_refused(source, "--dry-run")
     refused(source.parent, "inspect", source)
     level = "logits" if checkpoint == "retrofit" else "hashes"
     for one, other in ((good[checkpoint], source), (source, good[checkpoint])):

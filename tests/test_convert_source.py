@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,41 +15,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from resformer import inspect, retrofit, verify
 from resformer.convert import CheckpointError, VerificationError
-
-#: Family, what its config.json gets -> what is said of it. What is accepted is in test_convert_mutants.
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "the checkpoint is quantised"),
-    ("llama", {"quantization_config": {}}, "the checkpoint is quantised"),
-    ("qwen3", {"transformers_weights": "other.safetensors"}, "transformers_weights names other files"),
-    ("llama", {"configuration_files": ["config.5.0.json"]}, "configuration_files names other files"),
-    ("qwen3", {"num_labels": 300_000_000}, "num_labels is 300,000,000; expected at most 100,000"),
-    ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000; expected at most 1,000"),
-    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; expected 1 to 1,000"),
-    ("llama", {"max_position_embeddings": 2**31 - 1}, "max_position_embeddings is 2,147,483,647"),
-    (
-        "llama",
-        {"rope_parameters": None, "rope_theta": "1e4"},
-        "config.json: Transformers makes no model of it .TypeError",
-    ),
-    ("llama", {"model_type": "mamba-3"}, "model_type 'mamba-3' cannot be converted"),
-    ("llama", {"model_type": ["llama"]}, "cannot be converted"),
-    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "takes only language models"),
-    ("llama", {"dtype": "int8"}, "int8"),
-]
-
-
-@pytest.mark.parametrize(("family", "fields", "said"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_no_conversion_takes_is_refused_by_name_whatever_the_family(
-    family: str, fields: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    save_checkpoint(tmp_path / "source", family, num_hidden_layers=2)
-    change_json(tmp_path / "source" / "config.json", **fields)
-    with pytest.raises(CheckpointError, match=said):
-        retrofit(tmp_path / "source", tmp_path / "out", dry_run=True)
-    with pytest.raises(CheckpointError, match=said):
-        retrofit(tmp_path / "source", tmp_path / "out", verify="hashes")
-    assert not (tmp_path / "out").exists()
-
 
 #: Sets each whole number of config.json to 2^31 - 1, and has dry runs read it with 3 GB of memory to spare.
 HUGE = """
@@ -98,7 +62,7 @@ NUMBERED = "llama xglm gemma3 gpt_oss bloom deepseek_v3 falcon_h1 gemma4_text gl
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no limit on memory")
-@pytest.mark.parametrize("family", others_slow(NUMBERED, NUMBERED[:4]))
+@pytest.mark.parametrize("family", others_slow(NUMBERED, NUMBERED[:1]))
 def test_no_number_of_a_configuration_takes_memory(family: str, tmp_path: Path) -> None:
     code = HUGE.format(tests=str(Path(__file__).parent), family=family)
     python(
@@ -139,17 +103,15 @@ def test_a_source_that_transformers_loads_and_cannot_run_is_refused(tmp_path: Pa
         retrofit(tmp_path / "source", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["a name in the source", "connection"])
-def test_a_name_of_a_connection_in_a_plain_source_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_of_a_connection_in_a_plain_source_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    taken = "model.layers.1.value_residual.weight" if name == "connection" else "x.weight"
-    tensors = load_file(tmp_path / "source" / "model.safetensors")
-    save_file({**tensors, taken: torch.ones(2)}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-    if name == "connection":
-        with pytest.raises(CheckpointError, match="which are names of connections"):
-            retrofit(tmp_path / "source", tmp_path / "out")
-    else:
-        assert retrofit(tmp_path / "source", tmp_path / "out").exact
+    weights = tmp_path / "source" / "model.safetensors"
+    save_file({**load_file(weights), "x.weight": torch.ones(2)}, weights, {"format": "pt"})
+    assert retrofit(tmp_path / "source", tmp_path / "out").exact
+    taken = {"model.layers.1.value_residual.weight": torch.ones(2)}
+    save_file({**load_file(weights), **taken}, weights, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="which are names of connections"):
+        retrofit(tmp_path / "source", tmp_path / "more")
 
 
 def test_other_heads_are_looked_at_and_not_converted(tmp_path: Path) -> None:

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES as VARIANTS
 from checkpoints import change_json, contents, family_model
+from conftest import others_slow
 from hub_server import Commands, Repository
 from test_finetune_command import finetune
-from tokenizer_files import (
-    CLASSES,
-    FORMS,
-    combinations,
-    facts,
-    tokenizer_json,
-    write_tokenizer,
-)
+from tokenizer_files import CLASSES, FORMS, combinations, facts, tokenizer_json, write_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -98,9 +92,7 @@ def test_every_file_that_a_tokenizer_of_transformers_reads_goes_along() -> None:
             assert SIDE_FILES.fullmatch(file), (name, file)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("mistral", "plain") else pytest.mark.slow) for name in SOURCES]
-)
+@pytest.mark.parametrize("name", others_slow(SOURCES, ["mistral", "plain"]))
 def test_a_revert_brings_the_sources_files_back_to_the_byte(name: str, models: Path, tmp_path: Path) -> None:
     source = source_of(models, tmp_path / "source", *SOURCES[name])
     retrofit(source, tmp_path / "one", verify="headers")
@@ -145,11 +137,7 @@ def test_the_tokens_stay_through_every_command(
 
 #: Case -> what tokenizer_config.json and tokenizer.json hold, and what is said of that.
 UNREADABLE: dict[str, tuple[Any, Any, str]] = {
-    "code": (
-        {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
-        {},
-        "custom code",
-    ),
+    "code": ({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}, {}, "custom code"),
     "broken": ({}, {"model": "none"}, "tokenizer.json"),
 }
 

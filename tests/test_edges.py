@@ -1,7 +1,8 @@
 """A layer with connections is, to whoever wraps, hooks, compiles or checkpoints it, the layer that it was."""
 
 import copy
-import threading
+import functools
+import re
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -79,10 +80,14 @@ def attention_alone(model: PreTrainedModel) -> None:
         setattr(layer, attention_of(layer), checkpoint_wrapper(getattr(layer, attention_of(layer))))
 
 
-def layers_wrapped(model: PreTrainedModel) -> None:
+def layers_wrapped(model: PreTrainedModel, **options: Any) -> None:
     layers = layers_of(model)
     for n in range(len(layers)):
-        layers[n] = checkpoint_wrapper(layers[n])
+        layers[n] = checkpoint_wrapper(layers[n], **options)
+
+
+def products_kept(model: PreTrainedModel) -> None:
+    layers_wrapped(model, context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default]))
 
 
 def accelerates(model: PreTrainedModel) -> None:
@@ -144,34 +149,37 @@ def compiled_with_breaks(model: PreTrainedModel) -> None:
 
 
 WRAPPERS: list[Callable[[PreTrainedModel], Any]] = [
-    *(attention_alone, layers_wrapped, accelerates, transformers_own),
+    *(attention_alone, layers_wrapped, products_kept, accelerates, transformers_own),
     *(regions, compiled_in_the_list, compiled_in_place, compiled_with_checkpoints, compiled_with_breaks),
 ]
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Of two passes that are alive at once."""
-    losses = [
-        model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (any_decoder.IDS, any_decoder.IDS.flip(1))
-    ]
-    sum(losses).backward()
-    renamed = ("_checkpoint_wrapped_module.", "_orig_mod.", "mlp.module.")
-    found = {}
-    for name, parameter in model.named_parameters():
-        for part in renamed:
-            name = name.replace(part, "mlp." if part == "mlp.module." else "")
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-    return found
+    """Under the names that parameters have without wrappers."""
+    wrappers = r"_checkpoint_wrapped_module\.|_orig_mod\.|(?<=mlp\.)module\."
+    return {re.sub(wrappers, "", name): each for name, each in any_decoder.all_gradients(model).items()}
+
+
+#: Which take a compiler seconds: a quick run tries one case.
+SLOW = (compiled_with_checkpoints, compiled_with_breaks)
+
+
+def wrapped_case(wrap: Callable[..., Any], case: str) -> Any:
+    quick = QUICK[:1] if wrap in SLOW else QUICK
+    return pytest.param(wrap, case, id=f"{wrap.__name__}-{case}", marks=[] if case in quick else pytest.mark.slow)
+
+
+@functools.cache
+def plain_gradients(case: str) -> dict[str, torch.Tensor]:
+    """What every wrapper is compared with."""
+    return gradients(connected(case))
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda each: each.__name__)
-def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(case: str, wrap: Callable[..., Any]) -> None:
-    expected = gradients(connected(case))
+@pytest.mark.parametrize(("wrap", "case"), [wrapped_case(wrap, case) for wrap in WRAPPERS for case in CASES])
+def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(wrap: Callable[..., Any], case: str) -> None:
+    expected, model = plain_gradients(case), connected(case)
     torch.compiler.reset()
-    model = connected(case)
     wrapped = wrap(model)
     got = gradients(model if wrapped is None else wrapped)
     assert got.keys() == expected.keys()
@@ -192,10 +200,10 @@ def test_a_compiled_layer_is_compiled(host: str, wrap: Callable[..., Any]) -> No
     assert captured[1] >= captured[0]
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    "llama qwen2 qwen3 qwen3_moe mistral gemma2 gemma3_text glm4 olmo2 gpt_oss phi3 granite".split(),
-)
+BROKEN = "llama qwen2 qwen3 qwen3_moe mistral gemma2 gemma3_text glm4 olmo2 gpt_oss phi3 granite".split()
+
+
+@pytest.mark.parametrize("model_type", others_slow(BROKEN, ["llama"]))
 def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> None:
     model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
     any_decoder.move(model)
@@ -206,7 +214,7 @@ def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> No
 
 
 # Llama's are in test_modeling_compile.py.
-@pytest.mark.parametrize("case", others_slow([case for case in CASES if not case.startswith("llama")], QUICK))
+@pytest.mark.parametrize("case", others_slow([case for case in CASES if not case.startswith("llama")], QUICK[-1:]))
 def test_compiled_generation_is_one_graph_and_gives_the_same_tokens(case: str) -> None:
     model = connected(case).eval()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -384,31 +392,3 @@ def test_transformers_own_tables_stay_whole() -> None:
     template = get_response_template(object(), plain)
     assert template == get_response_template(object(), resformer.connect(plain))
     assert template is not None
-
-
-def test_selective_checkpointing_gives_the_same_gradients() -> None:
-    expected = gradients(connected("llama-resformer"))
-    model = connected("llama-resformer")
-    saved = {torch.ops.aten.mm.default}
-    for n, layer in enumerate(layers_of(model)):
-        layers_of(model)[n] = checkpoint_wrapper(
-            layer, context_fn=lambda: create_selective_checkpoint_contexts([*saved])
-        )
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_threads_run_passes_of_their_own() -> None:
-    model = connected("llama-resformer").eval()
-    seen: list[int] = []
-
-    def run() -> None:
-        with torch.no_grad():
-            seen.append(model(any_decoder.IDS).logits.shape[1])
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [any_decoder.IDS.shape[1]] * 4

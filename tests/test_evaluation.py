@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import any_decoder
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import byte_tokenizer, save_checkpoint
 from command_server import python
 from conftest import cli
 from safetensors.torch import load_file
+from test_connected_commands import FAMILIES, save_family
+from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
 
@@ -76,13 +79,13 @@ def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TaskIndex, "build", staticmethod(build_only_folder))
 
 
-def scores(checkpoint: Path, output: Path) -> dict[str, dict[str, Any]]:
+def scores(checkpoint: Path, output: Path, tasks: str = ",".join(TASKS)) -> dict[str, dict[str, Any]]:
     """Task -> metrics, of `resformer eval`."""
-    tasks, files = ",".join(TASKS), str(checkpoint.parent / "tasks")
+    files = str(checkpoint.parent / "tasks")
     options = ["--tasks", tasks, "--include_path", files, "--device", "cpu", "--output_path", str(output)]
     done = cli("eval", checkpoint, *options)
     assert done.exit_code == 0, done.output
-    assert re.search(r"^\|\s*Tasks\s*\|.*^\|letters", done.stdout, re.MULTILINE | re.DOTALL)
+    assert re.search(rf"^\|\s*Tasks\s*\|.*^\|{tasks.partition(',')[0]}", done.stdout, re.MULTILINE | re.DOTALL)
     (results,) = output.rglob("results_*.json")
     return json.loads(results.read_text())["results"]
 
@@ -100,6 +103,21 @@ def test_exact_retrofits_score_as_their_source_to_the_bit(folder: Path, only_our
     assert set(expected) == set(TASKS)
     for method in ("resformer-gated", "depth-attention", "resformer-denseformer"):
         assert scores(retrofitted(folder, method), tmp_path / method) == expected, method
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_score_as_their_source_until_connections_learn(
+    family: str, folder: Path, only_our_tasks: None, tmp_path: Path
+) -> None:
+    source, out, moved = (folder / f"{family}{kind}" for kind in ("", "-out", "-moved"))
+    save_family(source, family)
+    retrofit(source, out, "resformer-denseformer", link=True, verify="headers")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    any_decoder.move(model)
+    model.save_pretrained(moved)
+    byte_tokenizer().save_pretrained(moved)
+    of_source, of_out, of_moved = (scores(each, tmp_path / each.name, "text") for each in (source, out, moved))
+    assert of_source == of_out != of_moved
 
 
 def test_pickles_are_not_read(folder: Path, only_our_tasks: None, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import family_model
 from conftest import RAGGED, tiny_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -62,11 +61,7 @@ def shallow(cache: Cache) -> Cache:
     return twin
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "shallow": shallow,
-}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "shallow": shallow}
 STEP = st.one_of(
     st.tuples(st.just("update"), st.integers(1, 300)),
     st.tuples(st.just("update"), st.just(1)),
@@ -153,27 +148,6 @@ def test_slack_is_at_most_64_tokens_or_a_sixteenth_and_copies_are_few(start: int
         assert keys.shape[-2] == tokens
         assert slack(cache) <= (1 + max(64, tokens // 16)) * token
     assert len(places) <= 16
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str) -> None:
-    model = family_model(family, eos_token_id=None)
-    first = {name: tensor[:1] for name, tensor in RAGGED.items()}
-    for prompt, options in (
-        (RAGGED, {"do_sample": True, "top_k": 20}),
-        (RAGGED, {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}),
-        (first, {"do_sample": False, "assistant_model": copy.deepcopy(model)}),
-        (first, {"do_sample": False, "prompt_lookup_num_tokens": 3}),
-    ):
-        outputs = []
-        for cache in ({}, {CACHE: GrowingCache(model.config)}):
-            torch.manual_seed(1)
-            more = {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True}
-            outputs.append(model.generate(**prompt, **options, **cache, **more))
-        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-        for naive, mine in zip(outputs[0].logits, outputs[1].logits, strict=True):
-            torch.testing.assert_close(mine, naive, rtol=1e-5, atol=1e-5)
-        assert type(outputs[1][CACHE]) is GrowingCache
 
 
 def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one() -> None:

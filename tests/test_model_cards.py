@@ -20,14 +20,7 @@ from transformers import AutoModelForCausalLM
 from resformer import METHODS, ResFormerConfig, retrofit
 from resformer.errors import CheckpointError
 from resformer.files import check_target
-from resformer.model_cards import (
-    Metric,
-    carried_metadata,
-    harness_metrics,
-    is_as_made,
-    metrics_of,
-    model_card,
-)
+from resformer.model_cards import Metric, carried_metadata, harness_metrics, is_as_made, metrics_of, model_card
 from resformer.record import weight_digests
 
 DATA = Path(__file__).parent / "data"

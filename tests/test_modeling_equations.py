@@ -311,7 +311,7 @@ FORMS = [
     ("attnres", {}, attnres, "products_pay"),
     *((method, {}, hyper_connections, "is_ordinary") for method in ("mhc", "hyper-connections")),
     *(("mhc", {"hyper_connections": form}, sums, "one_function_pays") for form in ("static", "dynamic", "mhc", "ihc")),
-    *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
+    *((f"resformer{kind}", {}, value_residual, "one_function_pays") for kind in ("", "-plus", "-gated", "-neutreno")),
     ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
@@ -354,7 +354,7 @@ def plainly_projected(stream: torch.Tensor, states: torch.Tensor, weight: torch.
 
 
 def summed(weights: torch.Tensor, state: torch.Tensor, earlier: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    buffer = torch.cat((earlier.detach(), torch.zeros(2, 2, 3, 3, dtype=torch.float64)), dim=-2)
+    buffer = torch.cat((earlier.detach(), earlier.new_zeros(2, 2, 3, 3)), dim=-2)
     return mudd.Summed.apply(weights, state, earlier, buffer)
 
 
@@ -363,19 +363,37 @@ def plainly_summed(weights: torch.Tensor, state: torch.Tensor, earlier: torch.Te
     return torch.einsum("btsk,btkd->btsd", weights, states), states
 
 
-OF_STREAMS = {
+def mixed(values: torch.Tensor, first: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    own, share = weights if len(weights) == 2 else (*weights, None)
+    outputs = value_residual.Mix.apply(values, first, own, share)
+    return tuple(each for each in outputs if each is not None)
+
+
+def plainly_mixed(
+    values: torch.Tensor, first: torch.Tensor, own: torch.Tensor, share: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    return (own[0] if share is None else share) * first + own[-1] * values, first * 1.0
+
+
+VALUES = [(2, 3, 2, 3)] * 2
+ONE_FUNCTION = {
     "Sinkhorn": (hyper_connections.Sinkhorn.apply, hyper_connections._sinkhorn, [(2, 3, 4, 4)]),
     "Summed": (summed, plainly_summed, [(2, 2, 4, 3), (2, 2, 3), (2, 2, 2, 3)]),
     "Projected": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 12)]),
     "Projected of each": (projected, plainly_projected, [(2, 2, 3), (2, 2, 4, 3), (5, 3)]),
+    "Mix": (mixed, plainly_mixed, [*VALUES, (2,)]),
+    "Mix of shares": (mixed, plainly_mixed, [*VALUES, (1,), (1,)]),
+    "Mix by gates": (mixed, plainly_mixed, [*VALUES, (1,), (2, 3, 2, 1)]),
     "Attended": (attnres.Attended.apply, attended_and_handed_on, [(3, 2, 2, 3), (2, 2, 3), (4, 2, 2, 1), (3, 1)]),
 }
 
 
-@pytest.mark.parametrize("name", OF_STREAMS)
-def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_differences(name: str) -> None:
-    function, plain, shapes = OF_STREAMS[name]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+@pytest.mark.parametrize("name", ONE_FUNCTION)
+def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_differences(
+    name: str, device: str
+) -> None:
+    function, plain, shapes = ONE_FUNCTION[name]
+    inputs = [torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes]
     found = []
     for run in (function, plain):
         outputs = run(*inputs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from conftest import RAGGED, Batch, moved, tiny_model
+from conftest import RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -80,10 +80,14 @@ def test_embeddings_give_the_logits_of_their_tokens(variant: str) -> None:
             model(**wrong)
 
 
+with_a_smear = pytest.mark.parametrize("variant", [*others_slow(VARIANTS), "smear"], indirect=True)
+
+
 def labels_of(batch: Batch) -> torch.Tensor:
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
 
+@with_a_smear
 @pytest.mark.parametrize("use_cache", [None, True, False], ids=["default", "cache", "no-cache"])
 def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | None) -> None:
     for attention in ("sdpa", "eager"):
@@ -153,6 +157,7 @@ def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@with_a_smear
 @pytest.mark.parametrize("trained", ["everything", "added"])
 def test_gradient_checkpointing_changes_no_gradient(variant: str, trained: str, device: str) -> None:
     model, batch = tiny_model(variant).to(device).train(), moved(RAGGED, device)
@@ -243,10 +248,11 @@ HEADS = {
     "token": (ResFormerForTokenClassification, AutoModelForTokenClassification),
     "question": (ResFormerForQuestionAnswering, AutoModelForQuestionAnswering),
 }
+WITH_HEADS = ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"]
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("variant", ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"], indirect=True)
+@pytest.mark.parametrize("variant", others_slow(WITH_HEADS, ["resformer"]), indirect=True)
 def test_task_heads_train_and_reload(variant: str, head: str, tmp_path: Path) -> None:
     model_class, auto_class = HEADS[head]
     model = tiny_model(variant, model_class=model_class, num_labels=5 if head != "question" else 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
+from conftest import FAMILIES, RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -109,6 +109,12 @@ MODES: dict[str, dict[str, Any]] = {
 CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
 
 
+def default_cache(decoder: str, model: PreTrainedModel) -> dict[str, Cache]:
+    """Families by themselves have another default than models with connections."""
+    alone = decoder in FAMILIES and FAMILIES[decoder][1] is None
+    return {CACHE: GrowingCache(model.config)} if alone else {}
+
+
 @functools.cache
 def uncached(variant: str, options: tuple[tuple[str, Any], ...]) -> Any:
     """What several modes are compared with."""
@@ -116,24 +122,27 @@ def uncached(variant: str, options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_generation_with_a_cache_equals_generation_without(variant: str, mode: str) -> None:
+def test_generation_with_a_cache_equals_generation_without(decoder: str, mode: str) -> None:
     options = dict(MODES[mode])
-    model = tiny_model(variant, attention=options.pop("attention", "sdpa"))
+    model = tiny_model(decoder, attention=options.pop("attention", "sdpa"))
     of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
     without = {name: value for name, value in options.items() if name not in of_caches}
-    expected = uncached(variant, tuple(without.items()))
-    got = generate(model, RAGGED, **options)
+    expected = uncached(decoder, tuple(without.items()))
+    own = {} if "cache_implementation" in options else default_cache(decoder, model)
+    got = generate(model, RAGGED, **options, **own)
     assert getattr(expected, CACHE) is None
     assert type(getattr(got, CACHE)) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
+    if decoder in FAMILIES and "static" in mode:  # the cache is used again, with the tokens of the first time in it
+        assert_same_generation(generate(model, RAGGED, **options), expected)
     # Control: the continuations vary and depend on the prompt, so that a wrong cache would show.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
-def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device: str) -> None:
-    model, batch = tiny_model(variant).to(device), moved(RAGGED, device)
+def test_chunked_prefill_equals_one_pass(decoder: str, sizes: list[int], device: str) -> None:
+    model, batch = tiny_model(decoder).to(device), moved(RAGGED, device)
     expected = uncached_logits(model, batch)
     for cache in caches_of(model).values():
         got = logits_in_chunks(model, batch, sizes, cache)
@@ -141,8 +150,8 @@ def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device:
 
 
 @pytest.mark.parametrize("drafts", ["itself", "alike", "small", "lookup", "first layers"])
-def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None:
-    model, prompt = tiny_model(variant), FIRST
+def test_generation_from_drafts_equals_greedy(decoder: str, drafts: str) -> None:
+    model, prompt = tiny_model(decoder), FIRST
     options: dict[str, Any] = {}
     if drafts == "lookup":
         ids = torch.randperm(97)[None]  # every token, so that whatever comes is found there
@@ -165,7 +174,7 @@ def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None
     whole: list[int] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: passes.append(args[0].shape[1]))
     model.model.layers[-1].register_forward_hook(lambda *_: whole.append(1))
-    assert_same_generation(generate(model, prompt, **options), expected)
+    assert_same_generation(generate(model, prompt, **options, **default_cache(decoder, model)), expected)
     if drafts == "alike":
         assert len(passes) < NEW_TOKENS  # some guesses were right
     if drafts in ("alike", "lookup"):
@@ -174,8 +183,8 @@ def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None
         assert len(whole) < len(passes), "no pass ended early"
 
 
-def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str) -> None:
-    model, batch = tiny_model(variant), RAGGED
+def test_a_second_turn_on_a_returned_cache_equals_one_pass(decoder: str) -> None:
+    model, batch = tiny_model(decoder), RAGGED
     generator = torch.Generator().manual_seed(7)
     caches = {"default": None} | {kind: caches_of(model, 40)[kind] for kind in ("growing", "dynamic", "static")}
     for turn in range(3):

@@ -57,25 +57,19 @@ def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, batch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_the_originals_bit_for_bit(family: str, attention: str, dtype: torch.dtype) -> None:
-    assert_same_logits(*twins(family, dtype, attention))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_the_originals_bit_for_bit(family: str, attention: str) -> None:
+def test_logits_loss_and_gradients_are_the_originals_bit_for_bit(
+    family: str, attention: str, dtype: torch.dtype
+) -> None:
+    original, model = twins(family, dtype, attention)
+    assert_same_logits(original, model)
     labels = RAGGED["input_ids"].masked_fill(RAGGED["attention_mask"] == 0, -100)
-    losses, gradients = [], []
-    for model in twins(family, attention=attention):
-        loss = model.train()(**RAGGED, labels=labels).loss
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    losses = [each.train()(**RAGGED, labels=labels).loss for each in (original, model)]
     assert torch.equal(*losses)
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().sum() > 0, name
-        assert torch.equal(gradients[1][name], gradient), name
+    sum(losses).backward()
+    for (name, parameter), (same_name, twin) in zip(original.named_parameters(), model.named_parameters(), strict=True):
+        assert name == same_name
+        assert parameter.grad.abs().sum() > 0, name
+        assert torch.equal(twin.grad, parameter.grad), name
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -1,6 +1,7 @@
-"""nanochat's decoder as a family: its smear in every cache, its bound of the logits, and what others make of it.
+"""nanochat's decoder as a family: its smear, its bound of the logits, and what others make of it.
 
-test_nanochat.py compares its logits and tokens with nanochat's own equations.
+Its caches are in test_modeling_generation.py; test_nanochat.py compares its logits and tokens with nanochat's own
+equations.
 """
 
 import copy
@@ -14,29 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RAGGED, TINY, randomise
-from test_modeling_generation import (
-    FIRST,
-    MODES,
-    NEW_TOKENS,
-    assert_same_generation,
-    assert_same_on_real_tokens,
-    caches_of,
-    generate,
-    logits_in_chunks,
-    uncached_logits,
-)
-from torchao.quantization import Int8WeightOnlyConfig
+from conftest import RAGGED, SMEAR, TINY, WINDOWS, family_config, randomise
+from test_modeling_generation import generate
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     StaticCache,
-    TorchAoConfig,
     Trainer,
 )
 from transformers.modeling_utils import AttentionInterface
@@ -48,18 +36,13 @@ from resformer.modeling.nanochat import Nanochat2026Config, Nanochat2026ForCausa
 from resformer.modeling.versions import CACHE
 
 IDS = RAGGED["input_ids"][:1]
-WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 
 
-def nanochat(method: str | None = "nanochat", *, attention: str = "sdpa", seed: int = 0, **fields: Any) -> Any:
+def nanochat(method: str | None = "nanochat", *, attention: str = "sdpa", **fields: Any) -> Any:
     """A tiny model with a smear and windows, connected or not, with random parameters."""
-    config = Nanochat2026Config(**{**TINY, "head_dim": 8, "smear": True, **WINDOWS, **fields})
+    config = family_config("nanochat_2026", method, **{**SMEAR, **WINDOWS, **fields})
     config._attn_implementation = attention
-    return randomise(AutoModelForCausalLM.from_config(with_method(config, method)), seed).eval()
-
-
-def with_method(config: Any, method: str | None) -> Any:
-    return config if method is None else resformer.connected_config(config, method)
+    return randomise(AutoModelForCausalLM.from_config(config)).eval()
 
 
 @torch.no_grad()
@@ -83,54 +66,6 @@ def test_a_token_takes_some_of_the_embedding_of_the_one_before_it() -> None:
         assert (got[mask.bool()] - table[tokens]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generation_with_a_cache_equals_generation_without(mode: str) -> None:
-    options = dict(MODES[mode])
-    model = nanochat(attention=options.pop("attention", "sdpa"))
-    of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
-    without = {name: value for name, value in options.items() if name not in of_caches}
-    got = generate(model, RAGGED, **options)
-    assert_same_generation(got, generate(model, RAGGED, use_cache=False, **without))
-    assert_same_generation(generate(model, RAGGED, **options), got)  # a static cache is used again
-    assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5  # control: they vary
-    other = nanochat()
-    other.model.smear.weight.data.zero_()
-    assert not torch.allclose(generate(other, RAGGED, **options).logits[0], got.logits[0], atol=1e-2)
-
-
-@pytest.mark.parametrize("method", [None, "nanochat"])
-@pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
-def test_chunked_prefill_equals_one_pass(method: str | None, sizes: list[int]) -> None:
-    for fields in ({}, {"sliding_window": None, "layer_types": None}):
-        model = nanochat(method, **fields)
-        expected = uncached_logits(model, RAGGED)
-        for cache in caches_of(model).values():  # one of them made without a configuration, if there are no windows
-            got = logits_in_chunks(model, RAGGED, sizes, cache)
-            assert_same_on_real_tokens(got, expected, RAGGED["attention_mask"])
-
-
-@pytest.mark.parametrize("drafts", ["itself", "another", "lookup", "first layers"])
-def test_generation_from_drafts_equals_greedy(drafts: str) -> None:
-    model, prompt = nanochat(), FIRST
-    options: dict[str, Any] = {"assistant_early_exit": 2}
-    if drafts == "lookup":
-        ids = torch.randperm(97)[None]  # every token, so that whatever comes is found there
-        prompt, options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"prompt_lookup_num_tokens": 3}
-    elif drafts != "first layers":
-        other = copy.deepcopy(model)
-        other.model.smear.weight.data.mul_(0.9 if drafts == "another" else 1.0)
-        other.generation_config.assistant_confidence_threshold = 0.0
-        options = {"assistant_model": other}
-    expected = generate(model, prompt, use_cache=False)
-    passes: list[int] = []
-    model.model.norm.register_forward_pre_hook(lambda _module, args: passes.append(args[0].shape[1]))
-    assert_same_generation(generate(model, prompt, **options), expected)
-    if drafts == "itself":
-        assert len(passes) < NEW_TOKENS
-    else:  # some guesses were wrong, and cropped
-        assert sum(passes) > prompt["input_ids"].shape[1] + NEW_TOKENS - 1
-
-
 def test_a_quantized_cache_keeps_the_tokens_as_they_are() -> None:
     model = nanochat(sliding_window=None, layer_types=None)
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
@@ -138,27 +73,6 @@ def test_a_quantized_cache_keeps_the_tokens_as_they_are() -> None:
     torch.testing.assert_close(got.logits[0], expected.logits[0])
     assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
     assert torch.equal(got[CACHE].layers[-1].keys[:, 0, :11, 0], RAGGED["input_ids"])
-
-
-def test_a_second_turn_on_a_returned_cache_equals_one_pass() -> None:
-    model = nanochat()
-    past = generate(model, RAGGED)
-    ids = torch.cat((past.sequences, torch.randint(3, 97, (3, 2))), dim=1)
-    mask = torch.cat((RAGGED["attention_mask"], torch.ones(3, NEW_TOKENS + 2, dtype=torch.long)), dim=1)
-    batch = {"input_ids": ids, "attention_mask": mask}
-    assert_same_generation(generate(model, batch, **{CACHE: past[CACHE]}), generate(model, batch, use_cache=False))
-
-
-@pytest.mark.parametrize("use_cache", [None, False])
-def test_packed_sequences_equal_separate_ones(use_cache: bool | None) -> None:
-    model = nanochat().double()
-    sequences = [ids[mask.bool()] for ids, mask in zip(*RAGGED.values(), strict=True)]
-    positions = [torch.arange(len(ids)) + start for ids, start in zip(sequences, (0, 2, 0), strict=True)]
-    packed, at = torch.cat(sequences)[None], torch.cat(positions)[None]
-    got = logits_of(model, packed, position_ids=at, **({} if use_cache is None else {"use_cache": use_cache}))
-    alone = zip(sequences, positions, strict=True)
-    expected = torch.cat([logits_of(model, ids[None], position_ids=each[None])[0] for ids, each in alone])
-    torch.testing.assert_close(got[0], expected)
 
 
 def test_what_does_not_tell_the_tokens_before_is_refused() -> None:
@@ -235,16 +149,6 @@ def test_save_reload_copy_and_pickle(method: str | None, tmp_path: Path) -> None
     assert half.lm_head.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("options", [BitsAndBytesConfig(load_in_4bit=True), TorchAoConfig(Int8WeightOnlyConfig())])
-def test_quantised_models_keep_the_smear(options: Any, tmp_path: Path) -> None:
-    model = nanochat(None, hidden_size=64, head_dim=16)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
-    assert type(loaded.model.layers[1].self_attn.v_proj.weight) is not torch.nn.Parameter
-    for name, parameter in model.model.smear.named_parameters():
-        assert torch.equal(loaded.model.smear.get_parameter(name), parameter)
-
-
 def test_the_auto_classes_know_it_when_they_are_asked(tmp_path: Path) -> None:
     nanochat().save_pretrained(tmp_path / "connected")
     nanochat(None).save_pretrained(tmp_path / "plain")
@@ -294,19 +198,6 @@ def test_a_bound_of_the_logits_is_never_kept_and_ignored(method: str | None, tmp
     assert model.bfloat16()(IDS).logits.dtype == torch.float32
     with pytest.raises(Exception, match="above 0"):
         Nanochat2026Config(final_logit_softcapping=-1.0)
-
-
-def test_checkpointing_gives_the_same_gradients() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model = nanochat().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model(**RAGGED, labels=RAGGED["input_ids"]).loss.backward()
-        gradients.append({name: each.grad for name, each in model.named_parameters()})
-    assert gradients[0]["model.smear.gate.weight"].abs().max() > 0
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 def test_one_compiled_graph_computes_the_same() -> None:

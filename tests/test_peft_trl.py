@@ -393,26 +393,16 @@ def test_values_of_a_replaced_projection_are_mixed_once(model_type: str) -> None
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
         layers[1].value_residual.weight.copy_(torch.tensor([0.25, -2.0]))
-    places = [layer.value_residual.register_forward_hook(keep) for layer in layers[1:2]]
-    seen.clear()
-    projected = [layer.self_attn._modules["v_proj"].register_forward_hook(keep) for layer in layers[:2]]
+    seen: list[torch.Tensor] = []
+    for module in (layers[1].value_residual, *(layer.self_attn._modules["v_proj"] for layer in layers[:2])):
+        module.register_forward_hook(lambda _module, _args, output: seen.append(output.flatten(2)))
     logits_of(model)
-    first, own, mixed = (states.flatten(2) for states in seen)
+    first, own, mixed = seen
     assert torch.allclose(mixed, 0.25 * first - 2.0 * own, atol=1e-6)
-    assert len([*places, *projected]) == len(seen) == 3
     merged = model.merge_and_unload()
     assert type(Decoder(merged).layers[1].self_attn._modules["v_proj"]) is nn.Linear
-    expected = mixed
-    seen.clear()
     logits_of(merged)
-    assert torch.allclose(seen[-1].flatten(2), expected, atol=1e-5)
-
-
-seen: list[torch.Tensor] = []
-
-
-def keep(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-    seen.append(output.detach())
+    assert torch.allclose(seen[-1], mixed, atol=1e-5)
 
 
 @pytest.fixture
@@ -421,24 +411,23 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-@pytest.mark.parametrize("model_type", ["resformer", *FAMILIES])
+@pytest.mark.parametrize("model_type", ["resformer", "nanochat_2026", *FAMILIES])
 @pytest.mark.parametrize("how", ["bitsandbytes 8", "bitsandbytes 4", "torchao"])
 @pytest.mark.usefixtures("unpacked")
 def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str, how: str, tmp_path: Path) -> None:
+    """And nanochat's decoder its smear."""
     model = connected(model_type)
+    expected = {name: p for name, p in model.named_parameters() if is_connection(name) or "smear" in name}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_connection(name):
-                parameter.add_(0.123456789)
-    expected = coefficients(model)
+        for parameter in expected.values():
+            parameter.add_(0.123456789)
     model.save_pretrained(tmp_path)
     options: Any = TorchAoConfig(Int8WeightOnlyConfig())
     if how != "torchao":
         options = BitsAndBytesConfig(load_in_4bit=how.endswith("4"), load_in_8bit=how.endswith("8"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
     assert type(loaded.base_model.layers[1].self_attn._modules["v_proj"].weight) is not nn.Parameter
-    found = coefficients(loaded)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(loaded.get_parameter(name), parameter) for name, parameter in expected.items())
     similarity = torch.cosine_similarity(logits_of(loaded).float(), logits_of(model), dim=-1)
     assert similarity.median() > (0.9 if how.endswith("4") else 0.99)
 

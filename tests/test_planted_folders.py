@@ -188,12 +188,7 @@ def loading(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
         "analyze": lambda: analyze(folder, ["text"]),
         "finetune": lambda: finetune_checkpoint(
             FinetuneOptions(
-                model=str(folder),
-                output=str(out / "tuned"),
-                data=[data],
-                sample_by="line",
-                dry_run=True,
-                block=16,
+                model=str(folder), output=str(out / "tuned"), data=[data], sample_by="line", dry_run=True, block=16
             )
         ),
         "verify --text": lambda: verify(folder, folder, verify="logits", text=data),

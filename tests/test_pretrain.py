@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save_notes
 from conftest import Stop
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerControl
@@ -35,8 +36,7 @@ SMALL: dict[str, Any] = {
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with text, which is the working one."""
     monkeypatch.chdir(tmp_path)
-    lines = [f"Value {number} of the first layer reaches layer {number % 7}." for number in range(300)]
-    Path("text.txt").write_text("\n".join(lines))
+    save_notes(tmp_path, "text.txt", "\n")
     return tmp_path
 
 
@@ -209,13 +209,8 @@ def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any]) -> Non
 
 
 def test_a_run_goes_on_with_another_number_of_processes_and_the_same_batches(work: Path) -> None:
-    begun = {
-        **PretrainOptions(output="a", data=["d"]).reading,
-        "trainer": {},
-        "batch": 4,
-        "accumulate": 2,
-        "processes": 1,
-    }
+    reading = PretrainOptions(output="a", data=["d"]).reading
+    begun = {**reading, "trainer": {}, "batch": 4, "accumulate": 2, "processes": 1}
     decides = recipe._deciding
     assert decides(begun) == decides({**begun, "batch": 2, "processes": 4, "accumulate": 1})
     assert decides(begun) != decides({**begun, "processes": 2})

@@ -19,7 +19,7 @@ from checkpoints import SIZES, byte_tokenizer, change_json, save_checkpoint, sav
 from conftest import SNAPSHOTS, assert_answers
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig
+from transformers import AutoModelForCausalLM, BertConfig, BitsAndBytesConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification, retrofit
 from resformer.modeling.connection import KINDS
@@ -34,6 +34,7 @@ SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attent
 COMMON = {
     "scratch": f"--sizes {SHAPE} {NOTES} --tokenizer bytes {TEXT}",
     "continued": f"--from source {NOTES} {TEXT}",
+    "data": f"{NOTES} {TEXT}",
 }
 #: Method -> a field that keeps a retrofit of it from being exact.
 LOSSY: dict[str, dict[str, Any]] = {
@@ -95,6 +96,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = "model.layers.2.self_attn.q_proj.weight"
     whole = {name: tensor for name, tensor in weights.items() if name != missing}
     save_file(whole, folder / "gap" / "model.safetensors", {"format": "pt"})
+    for name in ("forgetful", "wide"):
+        shutil.copytree(folder / "retrofit", folder / name)
+    coefficients = folder / "forgetful" / "model-00002-of-00002.safetensors"
+    save_file(dict([*load_file(coefficients).items()][1:]), coefficients, {"format": "pt"})
+    change_json(folder / "wide" / "config.json", vocab_size=333)
+    in_8_bits = BitsAndBytesConfig(load_in_8bit=True)
+    quantised = AutoModelForCausalLM.from_pretrained(folder / "retrofit", quantization_config=in_8_bits)
+    quantised.save_pretrained(folder / "quantised")
+    byte_tokenizer().save_pretrained(folder / "quantised")
 
     save_notes(folder)
     tokenize(TokenizeOptions(data=[str(folder / "notes.txt")], output=str(folder / "tokens"), tokenizer="bytes"))

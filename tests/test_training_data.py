@@ -314,11 +314,7 @@ def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
             weighted_sources(twice)
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-}
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
 @pytest.mark.parametrize("kind", PACKERS)

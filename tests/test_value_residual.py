@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import RAGGED, moved, tiny_model
 from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -156,19 +155,6 @@ def test_second_derivatives_are_those_of_the_equation(layers: Layers) -> None:
     assert_alike(*results)
 
 
-def test_derivatives_are_those_of_finite_differences(layers: Layers) -> None:
-    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(value_residual.Mix.apply(*inputs, *([None] if len(inputs) == 3 else [])))
-
-    rows, numbers = (2, 3, HEADS, 1), {"learnable": 2}.get(layers.mode, 1)
-    shapes = [(2, 3, HEADS, CHANNELS)] * 2 + [(numbers,)]
-    shapes += {"learnable": [], "learnable_plus": [(1,)], "gated": [rows]}[layers.mode]
-    device = layers.hidden.device
-    inputs = [torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(run, inputs)
-    assert torch.autograd.gradgradcheck(run, inputs)
-
-
 def test_transforms_and_forward_mode_get_the_plain_sum(layers: Layers) -> None:
     expected, _ = torch.autograd.grad(weighted(layers.by_the_equation()), [layers.hidden, layers.projections[0]])
     hidden, direction = layers.hidden, torch.ones_like(layers.hidden)
@@ -197,18 +183,3 @@ def test_in_halves_gradients_of_coefficients_are_as_near_as_those_of_the_sum(aut
         assert (output.dtype, gradient.dtype) == (torch.bfloat16, torch.float32)
         errors.append((gradient - exact).abs().max())
     assert errors[0] <= errors[1] + 0.02 * exact.abs().max()
-
-
-@pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-gated", "resformer-neutreno"])
-def test_models_that_checkpoint_layers_have_the_same_gradients(
-    method: str, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    model = tiny_model(method, dtype=torch.float64).to(device).train()
-    model.gradient_checkpointing_enable()
-    results = []
-    for pays in (value_residual.one_function_pays, lambda first: False):
-        monkeypatch.setattr(value_residual, "one_function_pays", pays)
-        model.zero_grad()
-        model(**moved(RAGGED, device), labels=moved(RAGGED, device)["input_ids"]).loss.backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
