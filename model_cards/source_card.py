@@ -69,7 +69,7 @@ def _stated(card: Path) -> dict[str, Any]:
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `stated` that a card carries over and that match their patterns. Languages and data are lists, licences may be."""
+    """The fields of `stated` that a card carries over and that match their patterns: languages and data as lists."""
     carried: dict[str, Any] = {}
     for name, pattern in _PATTERNS.items():
         value = stated.get(name)
