@@ -151,8 +151,10 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
                 if target.exists():
                     target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
                 partial.rename(target)
-        finally:
             settle()
+        except BaseException:  # a signal may have interrupted the last step too
+            settle()
+            raise
 
 
 def _bring_back(target: Path) -> None:
