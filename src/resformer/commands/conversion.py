@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,16 +16,12 @@ from resformer.commands.terminal import (
     SHARE,
     VERIFICATION_FAILED,
     AsJson,
-    app,
     assignments,
-    echo,
-    example,
+    command,
     own_command,
     print_json,
-    reporting_errors,
     row,
     size,
-    takes,
 )
 from resformer.own_files import method_named
 
@@ -61,8 +57,7 @@ class Writing:
     dry_run: DryRun = False
 
 
-@app.command(**example(CONNECT, "resformer convert HuggingFaceTB/SmolLM2-135M smollm2-resformer --method resformer"))
-@takes(Writing)
+@command(CONNECT, "resformer convert HuggingFaceTB/SmolLM2-135M smollm2-resformer --method resformer")
 def convert(
     writing: Writing,
     source: Source,
@@ -81,8 +76,7 @@ def convert(
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
     dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
     max_shard_size: Annotated[str | None, typer.Option(hidden=True)] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Iterator[Any]:
     """Add connections to a trained model, or take a nanochat run.
 
     Logits stay the source's. Methods that change them need --lossy.
@@ -99,13 +93,12 @@ def convert(
         }
         if asked := [f"--{name}" for name, value in useless.items() if value]:
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
-        _convert_nanochat(source, output, writing, assignments(set_ or []), as_json)
+        yield from _convert_nanochat(source, output, writing, assignments(set_ or []))
         return
     gone = {"dtype": dtype, "max_shard_size": max_shard_size}  # `retrofit` says how Transformers does that
     fields = assignments(set_ or []) | {name: value for name, value in gone.items() if value is not None}
     report = retrofit(source, output, method_named(method), lossy=lossy, **vars(writing), **fields)
-    if print_json(report, as_json):
-        return
+    yield report
     added = sum(report.added.values())
     row("source", f"{report.source} ({report.family}, {report.dtype})")
     row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
@@ -120,13 +113,12 @@ def convert(
     print_result(report, writing.dry_run)
 
 
-def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[str, Any], as_json: bool) -> None:
+def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[str, Any]) -> Iterator[Any]:
     from resformer.convert.nanochat import convert_nanochat
 
     taken = {name: getattr(writing, name) for name in ("force", "dry_run", "revision")}
     report = convert_nanochat(run, output, **taken, **constants)
-    if print_json(report, as_json):
-        return
+    yield report
     row("source", f"{report.source} ({report.weights}, era {report.era} of nanochat)")
     row("constants", ", ".join(f"{name}={value}" for name, value in report.constants.items()) + "; other: --set")
     row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
@@ -137,15 +129,13 @@ def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[
     row("would write" if writing.dry_run else "wrote", report.output)
 
 
-@app.command(**example(CONNECT, "resformer revert smollm2-resformer smollm2-again"))
-@takes(Writing)
+@command(CONNECT, "resformer revert smollm2-resformer smollm2-again")
 def revert(
     writing: Writing,
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
     output: Output,
     all_: Annotated[bool, typer.Option("--all", help="Take out all connections, not only the last added.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Iterator[Any]:
     """Take out connections that have learned nothing.
 
     Every other tensor is the source's, byte for byte.
@@ -153,8 +143,7 @@ def revert(
     from resformer.convert import revert as revert_checkpoint
 
     report = revert_checkpoint(source, output, all=all_, **vars(writing))
-    if print_json(report, as_json):
-        return
+    yield report
     row("source", report.source)
     row("family", report.family)
     if report.remaining:
@@ -163,14 +152,12 @@ def revert(
     print_result(report, writing.dry_run)
 
 
-@app.command(**example(SHARE, "resformer bundle smollm2-resformer smollm2-bundle"))
-@takes(Writing)
+@command(SHARE, "resformer bundle smollm2-resformer smollm2-bundle")
 def bundle(
     writing: Writing,
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
     output: Output,
-    as_json: AsJson = False,
-) -> None:
+) -> Iterator[Any]:
     """Add the code that loads a checkpoint without this package.
 
     It then loads with trust_remote_code=True.
@@ -178,15 +165,14 @@ def bundle(
     from resformer.convert import bundle as bundle_checkpoint
 
     report = bundle_checkpoint(source, output, **vars(writing))
-    if print_json(report, as_json):
-        return
+    yield report
     row("source", report.source)
     row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
     row("loads with", ", ".join(report.auto_map))
     print_result(report, writing.dry_run)
 
 
-@app.command(**example(CONNECT, "resformer verify HuggingFaceTB/SmolLM2-135M smollm2-resformer"))
+@command(CONNECT, "resformer verify HuggingFaceTB/SmolLM2-135M smollm2-resformer")
 def verify(
     one: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
@@ -203,74 +189,69 @@ def verify(
     Exit code 0 if they are the same, else 4.
     """
     given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `verify`
-    with reporting_errors():
-        from resformer.convert import verify as compare
+    from resformer.convert import verify as compare
 
-        result = compare(**given)
-        if as_json:
-            echo(json.dumps(result.as_dict(), indent=2, sort_keys=True))
-        else:
-            what = "same byte for byte" if result.bytes_compared else "of the same dtype and shape"
-            row("tensors", f"{result.identical} {what}, {len(result.different)} different")
-            for name, difference in result.different.items():
-                how = "dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"
-                row("", f"{name}: {how}")
-            row("only in one", ", ".join(_of_all_layers(result.only_in_one)) or "-")
-            row("only in other", ", ".join(_of_all_layers(result.only_in_other)) or "-")
-            pairs = [
-                f"{name} ({first} / {second}{', without effect' if name in result.without_effect else ''})"
-                for name, (first, second) in result.configuration.items()
-            ]
-            row("configuration", f"differs in {', '.join(pairs)}" if pairs else "same")
-            if result.tokens is not None:
-                row("tokens", result.tokens)
-            if result.logits is not None:
-                row("logits", result.logits)
-            row("not compared", ", ".join(result.not_compared) or "-")
-            row("same", {True: "yes", False: "no", None: "not known, see `not compared`"}[result.same])
-        if not result.same:
-            raise typer.Exit(VERIFICATION_FAILED)
+    result = compare(**given)
+    if not print_json(result, as_json):
+        _print_comparison(result)
+    if not result.same:
+        raise typer.Exit(VERIFICATION_FAILED)
 
 
-@app.command(**example(CONNECT, "resformer inspect smollm2-resformer"))
-def inspect(
-    source: Source,
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+@command(CONNECT, "resformer inspect smollm2-resformer")
+def inspect(source: Source, revision: Revision = None) -> Iterator[Any]:
     """Print what a checkpoint holds: method, coefficients, sizes."""
-    with reporting_errors():
-        from resformer.convert import inspect as inspect_checkpoint
+    from resformer.convert import inspect as inspect_checkpoint
 
-        report = inspect_checkpoint(source, revision=revision)
-        if print_json(report, as_json):
-            return
-        row("source", report.source)
-        head = "" if report.head is None else f", {report.head} of {report.labels} labels"
-        row("model", f"{report.model_type}, of the family {report.family}{head}")
-        row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
-        if report.needs:
-            at = f" at {report.needs.revision}" if report.needs.revision else ""
-            row("needs", f"the weights of {report.needs.base or 'a model without a name'}{at}: they are not here")
-            if report.needs.changed:
-                row("", "and those that they were trained with are others, which are lost")
-        row("files", f"{report.files}, {size(report.bytes)}")
-        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())
-        row("parameters", f"{report.parameters:,} ({dtypes})")
-        for name in _of_all_layers(report.added):
-            row("added", name)
-        heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
-        tied = ", tied" if report.tied else ""
-        vocabulary = f"vocabulary of {report.vocab_size:,}{tied}"
-        row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {vocabulary}")
-        if report.cache_bytes_per_token is not None:
-            row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
-        others = {kind: far for kind, far in report.learned.items() if kind not in ("value_residual", "depth_average")}
-        for kind, distance in others.items():
-            row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
-        for name, matrix in (("M, values", report.value_mixing_matrix), ("D, depth", report.depth_mixing_matrix)):
-            if matrix or not others:
-                _print_matrix(name, matrix, int(name[0] == "D"))
+    report = inspect_checkpoint(source, revision=revision)
+    yield report
+    row("source", report.source)
+    head = "" if report.head is None else f", {report.head} of {report.labels} labels"
+    row("model", f"{report.model_type}, of the family {report.family}{head}")
+    row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
+    if report.needs:
+        at = f" at {report.needs.revision}" if report.needs.revision else ""
+        row("needs", f"the weights of {report.needs.base or 'a model without a name'}{at}: they are not here")
+        if report.needs.changed:
+            row("", "and those that they were trained with are others, which are lost")
+    row("files", f"{report.files}, {size(report.bytes)}")
+    dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())
+    row("parameters", f"{report.parameters:,} ({dtypes})")
+    for name in _of_all_layers(report.added):
+        row("added", name)
+    heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
+    tied = ", tied" if report.tied else ""
+    vocabulary = f"vocabulary of {report.vocab_size:,}{tied}"
+    row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {vocabulary}")
+    if report.cache_bytes_per_token is not None:
+        row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
+    others = {kind: far for kind, far in report.learned.items() if kind not in ("value_residual", "depth_average")}
+    for kind, distance in others.items():
+        row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
+    for name, matrix in (("M, values", report.value_mixing_matrix), ("D, depth", report.depth_mixing_matrix)):
+        if matrix or not others:
+            _print_matrix(name, matrix, int(name[0] == "D"))
+
+
+def _print_comparison(result: Any) -> None:
+    what = "same byte for byte" if result.bytes_compared else "of the same dtype and shape"
+    row("tensors", f"{result.identical} {what}, {len(result.different)} different")
+    for name, difference in result.different.items():
+        how = "dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"
+        row("", f"{name}: {how}")
+    row("only in one", ", ".join(_of_all_layers(result.only_in_one)) or "-")
+    row("only in other", ", ".join(_of_all_layers(result.only_in_other)) or "-")
+    pairs = [
+        f"{name} ({first} / {second}{', without effect' if name in result.without_effect else ''})"
+        for name, (first, second) in result.configuration.items()
+    ]
+    row("configuration", f"differs in {', '.join(pairs)}" if pairs else "same")
+    if result.tokens is not None:
+        row("tokens", result.tokens)
+    if result.logits is not None:
+        row("logits", result.logits)
+    row("not compared", ", ".join(result.not_compared) or "-")
+    row("same", {True: "yes", False: "no", None: "not known, see `not compared`"}[result.same])
 
 
 def _of_all_layers(names: Iterable[str]) -> list[str]:

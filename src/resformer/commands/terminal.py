@@ -11,10 +11,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from importlib import metadata
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, isgeneratorfunction, signature
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -184,61 +184,72 @@ def json_or_text(value: Any) -> Any:
         return value
 
 
-def takes(
-    options: type, interrupted: str = "Nothing was left behind; run the command again."
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the fields of a dataclass, each annotated with what Typer needs, in place of its first parameter.
+def command(
+    panel: str,
+    example: str,
+    interrupted: str = "Nothing was left behind; run the command again.",
+    *,
+    any_transformers: bool = False,
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a command of a function, which runs within `reporting_errors`; `settings` are those of `app.command`.
 
-    The function gets the dataclass, and runs within `reporting_errors`. A field of a mapping takes `name=value` pairs.
+    If the first parameter is a dataclass, its fields, each annotated with what Typer needs, are options in its place. A
+    field of a mapping takes `name=value` pairs. A generator yields its report: with `--json` that is printed and is
+    all, else the generator goes on and prints rows.
     """
-    hints = {  # other fields are only for Python
-        name: hint
-        for name, hint in get_type_hints(options, include_extras=True).items()
-        if get_origin(hint) is Annotated
-    }
-    pairs = [name for name, hint in hints.items() if get_origin(hint.__origin__) is dict]
-    typed = {name: _as_typed(name, hint.__metadata__[0]) for name, hint in hints.items()}
-    parameters = []
-    for each in fields(options):
-        if each.name not in hints:
-            continue
-        hint, default = hints[each.name], each.default
-        if each.name in pairs:
-            hint = Annotated[list[str], *hint.__metadata__]
-        if each.default_factory is not MISSING:
-            default = list(each.default_factory())
-        default = Parameter.empty if default is MISSING else default
-        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = list(signature(function, eval_str=True).parameters.values())[1:]
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        own = list(signature(function, eval_str=True).parameters.values())
+        options = own.pop(0).annotation if own and is_dataclass(own[0].annotation) else None
+        every, pairs, typed = _parameters_of(options)
+        every += [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own if each.name != "context"]
+        if isgeneratorfunction(function):
+            every.append(Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
 
         @wraps(function)
-        def command(context: typer.Context, **values: Any) -> None:
-            with reporting_errors(interrupted):
-                more = {each.name: values.pop(each.name) for each in own}
+        def run(context: typer.Context, **values: Any) -> None:
+            with reporting_errors(interrupted, any_transformers):
+                more = {each.name: context if each.name == "context" else values.pop(each.name) for each in own}
+                as_json = values.pop("as_json", False)
                 for name in pairs:  # those of a file, and of the command line
-                    in_file = (context.default_map or {}).get(name, ())
-                    values[name] = assignments([*in_file, *values[name]])
+                    values[name] = assignments([*(context.default_map or {}).get(name, ()), *values[name]])
                 try:
-                    made = options(**values)
+                    first = [] if options is None else [options(**values)]
                 except ValueError as error:  # it names fields, and a user has typed options
-                    told = _FIELD.sub(lambda field: typed.get(field[0], field[0]), str(error))
-                    raise ValueError(told) from error
-                function(made, **more)
+                    raise ValueError(_FIELD.sub(lambda field: typed.get(field[0], field[0]), str(error))) from error
+                for report in function(*first, **more) or ():
+                    if print_json(report, as_json):
+                        break
 
-        given = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        every = [given, *parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
-        command.__signature__ = Signature(every)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in every}
-        return command
+        every.insert(0, Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
+        run.__signature__ = Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in every}
+        return app.command(**listed(panel, example), **settings)(run)
 
     return decorate
 
 
-def example(panel: str, *commands: str) -> dict[str, Any]:
-    """Keyword arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
-    return {"rich_help_panel": panel, "epilog": "\n".join(["\b", "Example:", *(f"  {each}" for each in commands)])}
+def _parameters_of(options: Any) -> tuple[list[Parameter], list[str], dict[str, str]]:
+    """Of a dataclass, or of none: the parameters of a command, the fields of mappings, and how each is typed."""
+    parameters, pairs, typed = list[Parameter](), list[str](), dict[str, str]()
+    hints = {} if options is None else get_type_hints(options, include_extras=True)
+    for each in () if options is None else fields(options):
+        if get_origin(hint := hints[each.name]) is not Annotated:  # for Python alone
+            continue
+        typed[each.name] = _as_typed(each.name, hint.__metadata__[0])
+        if get_origin(hint.__origin__) is dict:
+            pairs.append(each.name)
+            hint = Annotated[list[str], *hint.__metadata__]
+        default = each.default if each.default_factory is MISSING else list(each.default_factory())
+        default = Parameter.empty if default is MISSING else default
+        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+    return parameters, pairs, typed
+
+
+def listed(panel: str, example: str) -> dict[str, Any]:
+    """Arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
+    return {"rich_help_panel": panel, "epilog": f"\b\nExample:\n  {example}"}
 
 
 def _as_typed(field: str, parameter: Any) -> str:
@@ -300,8 +311,10 @@ def size(count: float) -> str:
 
 def print_json(report: Any, as_json: bool) -> bool:
     """Prints the warnings to stderr and, with `as_json`, the report to stdout; returns `as_json`."""
-    for warning in report.warnings:
+    for warning in getattr(report, "warnings", ()):
         echo(f"Warning: {one_line(warning, 4000)}", err=True)
     if as_json:
-        echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
+        ordered = isinstance(report, dict)
+        values = report if ordered else report.as_dict()
+        echo(json.dumps(values, indent=2, sort_keys=not ordered, default=str))
     return as_json
