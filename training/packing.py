@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from resformer.training.data import MASKS, DataError, content, is_row_held_out, reading_source
@@ -63,10 +64,8 @@ class PackedBlocks(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         begin = int(self.begins[index])
-        chunks, ends = self._chunks
-        first, last = np.searchsorted(ends, (begin, begin + self.block - 1), "right")  # `slice` would go through them
-        within = pa.chunked_array(chunks[first : last + 1]).slice(begin - ends[first] + len(chunks[first]), self.block)
-        ids = torch.from_numpy(within.to_numpy().astype("int64"))
+        block = self._table.fast_slice(begin, self.block)  # pyarrow's own `slice` goes through all chunks
+        ids = torch.from_numpy(block["tokens"].to_numpy().astype("int64"))
         labels, ids = ids.masked_fill(ids < 0, -100), torch.where(ids < 0, -1 - ids, ids)
         if not self.separate:
             return {"input_ids": ids, "labels": labels}
@@ -82,9 +81,8 @@ class PackedBlocks(torch.utils.data.Dataset):
         }
 
     @cached_property
-    def _chunks(self) -> tuple[list[pa.Array], np.ndarray]:
-        """The chunks of `tokens`, and where each ends."""
-        return self.tokens.chunks, np.cumsum([len(chunk) for chunk in self.tokens.chunks])
+    def _table(self) -> InMemoryTable:
+        return InMemoryTable(pa.table({"tokens": self.tokens}))
 
     @cached_property
     def digest(self) -> str:

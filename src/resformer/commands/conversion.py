@@ -24,37 +24,31 @@ from resformer.commands.terminal import (
     size,
 )
 from resformer.own_files import method_named
+from resformer.training.options import option
 
 Source = Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
+Verify = Literal["auto", "headers", "hashes", "logits"]
 
-
-_Verify = Annotated[
-    Literal["auto", "headers", "hashes", "logits"],
-    typer.Option(
-        help="How the result is checked: names and shapes read back; every byte too; logits too. auto: logits where "
-        "the model fits into free memory."
-    ),
-]
+_REVISION = "Branch, tag or commit of a Hub id."
+_VERIFY = (
+    "How the result is checked: names and shapes read back; every byte too; logits too. auto: logits where the model "
+    "fits into free memory."
+)
+DRY_RUN = "Check everything, say what would be done, write nothing."
 
 
 @dataclass(frozen=True)
 class Writing:
     """The options of all commands that write a converted checkpoint; `resformer.retrofit` says what each does."""
 
-    force: Force = False
-    revision: Revision = None
-    link: Annotated[
-        bool,
-        typer.Option(
-            "--link", help="Hard-link weight files: instant, but edits reach both, and of a Hub id its cache."
-        ),
-    ] = False
-    verify: _Verify = "auto"
-    dry_run: DryRun = False
+    force: bool = option(False, "Replace an earlier result.", "--force")
+    revision: str | None = option(None, _REVISION)
+    link: bool = option(
+        False, "Hard-link weight files: instant, but edits reach both, and of a Hub id its cache.", "--link"
+    )
+    verify: Verify = option("auto", _VERIFY)
+    dry_run: bool = option(False, DRY_RUN, "--dry-run")
 
 
 @command(CONNECT, "resformer convert HuggingFaceTB/SmolLM2-135M smollm2-resformer --method resformer")
@@ -176,7 +170,7 @@ def bundle(
 def verify(
     one: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
-    verify: _Verify = "auto",
+    verify: Annotated[Verify, typer.Option(help=_VERIFY)] = "auto",
     tokens: Annotated[int, typer.Option(help="At which logits are compared.")] = 128,
     text: Annotated[Path | None, typer.Option(help="Compare logits on this text. [default: random tokens]")] = None,
     device: Annotated[str | None, typer.Option(help="Where the models run: cuda. [default: cpu]")] = None,
@@ -199,7 +193,7 @@ def verify(
 
 
 @command(CONNECT, "resformer inspect smollm2-resformer")
-def inspect(source: Source, revision: Revision = None) -> Iterator[Any]:
+def inspect(source: Source, revision: Annotated[str | None, typer.Option(help=_REVISION)] = None) -> Iterator[Any]:
     """Print what a checkpoint holds: method, coefficients, sizes."""
     from resformer.convert import inspect as inspect_checkpoint
 

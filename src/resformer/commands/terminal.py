@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import metadata
 from inspect import Parameter, Signature, isgeneratorfunction, signature
@@ -25,6 +25,7 @@ from typer.models import ArgumentInfo
 
 from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
 from resformer.own_files import import_connections
+from resformer.training.options import TYPED
 from resformer.version import __version__
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -194,7 +195,7 @@ def command(
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a command of a function, which runs within `reporting_errors`; `settings` are those of `app.command`.
 
-    If the first parameter is a dataclass, its fields, each annotated with what Typer needs, are options in its place. A
+    If the first parameter is a dataclass, what its fields declare with `option` and `argument` stands in its place. A
     field of a mapping takes `name=value` pairs. A generator yields its report: with `--json` that is printed and is
     all, else the generator goes on and prints rows.
     """
@@ -232,19 +233,16 @@ def command(
 
 def _parameters_of(options: Any) -> tuple[list[Parameter], list[str], dict[str, str]]:
     """Of a dataclass, or of none: the parameters of a command, the fields of mappings, and how each is typed."""
-    parameters, pairs, typed = list[Parameter](), list[str](), dict[str, str]()
-    hints = {} if options is None else get_type_hints(options, include_extras=True)
-    for each in () if options is None else fields(options):
-        if get_origin(hint := hints[each.name]) is not Annotated:  # for Python alone
-            continue
-        typed[each.name] = _as_typed(each.name, hint.__metadata__[0])
-        if get_origin(hint.__origin__) is dict:
-            pairs.append(each.name)
-            hint = Annotated[list[str], *hint.__metadata__]
-        default = each.default if each.default_factory is MISSING else list(each.default_factory())
-        default = Parameter.empty if default is MISSING else default
-        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-    return parameters, pairs, typed
+    hints = {} if options is None else get_type_hints(options)
+    declared = {} if options is None else {each.name: each.metadata.get(TYPED) for each in fields(options)}
+    declared = {name: parameter for name, parameter in declared.items() if parameter is not None}
+    pairs = [name for name in declared if get_origin(hints[name]) is dict]
+    hints |= dict.fromkeys(pairs, list[str])
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=parameter, annotation=hints[name])
+        for name, parameter in declared.items()
+    ]
+    return parameters, pairs, {name: _as_typed(name, parameter) for name, parameter in declared.items()}
 
 
 def listed(panel: str, example: str) -> dict[str, Any]:
@@ -254,8 +252,7 @@ def listed(panel: str, example: str) -> dict[str, Any]:
 
 def _as_typed(field: str, parameter: Any) -> str:
     """How a command line gives a field: `--from`, or `OUTPUT` of an argument."""
-    declared = (parameter.default, *(parameter.param_decls or ()))  # Typer's first one is where a default would be
-    named = [name for name in declared if str(name).startswith("--")]
+    named = [name for name in parameter.param_decls or () if name.startswith("--")]
     option = named[0].partition("/")[0] if named else f"--{field.replace('_', '-')}"
     return field.upper() if isinstance(parameter, ArgumentInfo) else option
 

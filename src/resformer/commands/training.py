@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.commands.conversion import DryRun
+from resformer.commands.conversion import DRY_RUN
 from resformer.commands.terminal import (
     ANYTHING,
     MEASURE,
@@ -130,7 +130,7 @@ def print_result(report: Any, output: str) -> None:
 def new(
     options: NewOptions,
     weights: Annotated[bool, typer.Option("--weights/--no-weights", help="Whether to write random weights.")] = True,
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
 ) -> Iterator[dict[str, Any]]:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
     from resformer.training.flops import meta_model
