@@ -20,7 +20,7 @@ from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.options import RATES, PretrainOptions
 from resformer.training.pretraining import pretrain_plan
-from resformer.training.sizes import SIZES, scratch_config
+from resformer.training.scratch import SIZES, scratch_config
 from resformer.training.study.plot import plot
 from resformer.training.study.record import read_record
 from resformer.training.study.report import correct, evidence, markdown, paired_difference, report_of, with_interval

@@ -27,7 +27,7 @@ from resformer.training.optimizer import (
 )
 from resformer.training.options import PretrainOptions
 from resformer.training.pretraining import plan_pretraining
-from resformer.training.sizes import known_fields, scratch_config, why_not_trained
+from resformer.training.scratch import known_fields, scratch_config, why_not_trained
 from resformer.training.tokenizers import make_tokenizer
 
 _OF_THE_FILE = ("transformers_version", "architectures", "_name_or_path", "dtype")

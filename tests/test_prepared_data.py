@@ -21,10 +21,10 @@ from resformer.training.data import DataError, content, load_documents
 from resformer.training.options import FinetuneOptions, NewOptions, TokenizeOptions
 from resformer.training.packing import bytes_per_token
 from resformer.training.recipe import build_trainer, finetune_checkpoint
+from resformer.training.scratch import new_checkpoint
 from resformer.training.tokenizers import make_tokenizer
 from resformer.training.tokenizing import tokenize
 from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import new_checkpoint
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') + '<|im_end|>\n' }}{% endfor %}"

@@ -172,9 +172,9 @@ def _rows_of_one(
         return
     if not tokenizer.chat_template:
         raise DataError("The tokenizer has no chat template; use texts as `prompt` and `completion`, or --tokenizer.")
-    read = {name: _read(chat.get(name)) for name in ("tools", "chat_template_kwargs")}
-    more: dict[str, Any] = {"tools": read["tools"] or None, "chat_template_kwargs": read["chat_template_kwargs"] or {}}
     chat = maybe_convert_to_chatml({name: _read(value) for name, value in chat.items()})
+    more: dict[str, Any] = {"tools": chat.get("tools") or None}
+    more["chat_template_kwargs"] = chat.get("chat_template_kwargs") or {}
     given = _messages(chat.get("prompt"), "user")
     messages = [*_messages(chat.get("messages"), ""), *given, *_messages(chat.get("completion"), "assistant")]
     weights = [message.get("weight") for message in messages]

@@ -293,10 +293,8 @@ def _is_on_side(row: Mapping[str, Any], share: float, wanted: bool) -> bool:
 def has_labels(table: pa.Table) -> np.ndarray:
     """Of each document, whether one of its tokens is learned."""
     counts = pc.list_value_length(table["input_ids"]).to_numpy()
-    learned = pc.greater_equal(pc.list_flatten(table["input_ids"]), 0).to_numpy().astype(np.int64)
-    ends = counts.cumsum()
-    sums = np.concatenate([[0], learned.cumsum()])
-    return sums[ends] > sums[ends - counts]
+    learned = pc.greater_equal(pc.list_flatten(table["input_ids"]), 0).to_numpy()
+    return np.bincount(np.repeat(np.arange(len(counts)), counts)[learned], minlength=len(counts)) > 0
 
 
 def whole_blocks(table: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
@@ -319,12 +317,10 @@ def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer
         with reading_source(source):
             rows = [content(row) for row in islice(part, 16)]
         text = "\n".join(map(str, rows))
-        if spelt := sorted(
-            (token for token in specials if token in text), key=len, reverse=True
-        ):  # one may begin another
+        if spelt := max((token for token in specials if token in text), key=len, default=""):  # one may begin another
             how = "is read as text; --parse-special makes it a token"
             how = how if isinstance(rows[0], str) else "is read as that token, as chat templates do"
-            notes.append(f"{source}: {spelt[0]} in its text {how}")
+            notes.append(f"{source}: {spelt} in its text {how}")
     return notes
 
 

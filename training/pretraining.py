@@ -27,9 +27,8 @@ from resformer.training.options import (
 )
 from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, schedule_arguments
+from resformer.training.scratch import budget, schedule_arguments, untrained, write_untrained
 from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 

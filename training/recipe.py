@@ -44,7 +44,7 @@ from resformer.convert.connections_alone import write_connections
 from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
-from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
+from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
@@ -56,7 +56,7 @@ from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
 from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
 from resformer.training.report import FinetuneReport, perplexity, record_origin
-from resformer.training.sizes import why_not_trained
+from resformer.training.scratch import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
 from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, SettingsAreSaved
 
@@ -97,9 +97,8 @@ def finetune_checkpoint(
     """
     arguments = _training_arguments(options)
     first, unfinished = arguments.process_index == 0, options.unfinished
-    with locked(beside(unfinished, "lock")) if first and not options.dry_run else nullcontext(True) as free:
-        if not free:
-            raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
+    busy = f"{options.output}: another process is training it; wait for it, or choose another."
+    with locked(beside(unfinished, "lock"), busy=busy) if first and not options.dry_run else nullcontext():
         begun = {**options.run, "processes": arguments.world_size}
         force = options.force or (options.resume and (unfinished / BEGUN).is_file())  # or as a run that goes on
         if first:

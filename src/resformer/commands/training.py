@@ -134,7 +134,7 @@ def new(
 ) -> Iterator[dict[str, Any]]:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
     from resformer.training.flops import meta_model
-    from resformer.training.untrained import new_checkpoint
+    from resformer.training.scratch import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
     parameters = meta_model(config).num_parameters()
