@@ -74,7 +74,6 @@ def analyze(
     name: str | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-    progress: Callable[[], object] = lambda: None,
 ) -> Analysis:
     """Measures `QUANTITIES` in each layer, one text at a time.
 
@@ -85,7 +84,6 @@ def analyze(
         tokenizer: for the strings; default: the checkpoint's.
         name: in reports; default: the last part of the checkpoint's path or id.
         device, dtype: of a checkpoint; default: an accelerator if there is one, float32.
-        progress: called after each text.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded, is not such a decoder, or gives NaN or infinity.
@@ -128,7 +126,6 @@ def analyze(
                 )
             per_text.append(values)
             lengths.append(len(ids))
-            progress()
     if not lengths:
         raise ValueError(f"{name}: there is no text of at least two tokens ({skipped} shorter ones).")
     stacked = np.stack(per_text)
@@ -213,13 +210,13 @@ def _uniform(tokens: int) -> np.ndarray:
 def _attention(
     module: nn.Module,
     *inputs: Any,
-    importance_taker: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    measured: dict[int, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the family's eager attention returns of queries, keys and values, `(batch, heads, tokens, head_dim)`.
 
-    Calls `importance_taker` with the layer's index, a_j = (1/l) sum_i A_ij, the attention of l queries to token j
-    averaged over heads, `(batch, tokens)`, and the value states.
+    Puts into `measured`, by the layer's index, the quantities of a_j = (1/l) sum_i A_ij, the attention of l queries to
+    token j averaged over heads, `(tokens,)`, and of the value states, those of the first sequence.
     """
     attention = type(getattr(module, "_module", module))  # of a layer with connections it is behind another
     own = (vars(sys.modules[each.__module__]).get("eager_attention_forward") for each in attention.__mro__)
@@ -227,9 +224,11 @@ def _attention(
     if eager is None:
         raise NotImplementedError("its attention has no eager form to be analysed")
     output, weights = eager(module, *inputs, **kwargs)
-    if importance_taker is not None:
-        received = weights.mean(dim=(1, 2), dtype=torch.promote_types(weights.dtype, torch.float32))
-        importance_taker(module.layer_idx, received, inputs[2])  # type: ignore[arg-type]
+    if measured is not None:
+        received = weights[0].mean(dim=(0, 1), dtype=torch.promote_types(weights.dtype, torch.float32))
+        share = received / received.sum()
+        states = inputs[2][0].transpose(0, 1).flatten(1).to(share.dtype)
+        measured[module.layer_idx] = torch.cat([_importance_quantities(share), _norm_quantities(states)])  # type: ignore[index]
     return output, weights
 
 
@@ -244,11 +243,6 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
 
-    def take_attention(layer: int, importance: torch.Tensor, value: torch.Tensor) -> None:
-        share = importance[0] / importance[0].sum()
-        states = value[0].transpose(0, 1).flatten(1).to(share.dtype)
-        attention[layer] = torch.cat([_importance_quantities(share), _norm_quantities(states)])
-
     def take_hidden(layer: int, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
         states = states.to(torch.promote_types(states.dtype, torch.float32))
@@ -260,7 +254,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
                 input_ids=torch.tensor([ids], device=base.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=base.device),
                 use_cache=False,
-                importance_taker=take_attention,
+                measured=attention,
             )
         if missing := [n for n in range(len(layers)) if n not in attention]:
             raise CheckpointError(

@@ -79,12 +79,8 @@ def convert(
     from resformer.convert.nanochat import is_run
 
     if is_run(source, writing.revision):
-        useless = {
-            "lossy": lossy,
-            "method": method != "resformer",
-            "link": writing.link,
-            "verify": writing.verify != "auto",
-        }
+        useless = {"lossy": lossy, "method": method != "resformer"}
+        useless |= {"link": writing.link, "verify": writing.verify != "auto"}
         if asked := [f"--{name}" for name, value in useless.items() if value]:
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
         yield from _convert_nanochat(source, output, writing, assignments(set_ or []))

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,9 +22,6 @@ from resformer.commands.terminal import (
     row,
     size,
 )
-
-if TYPE_CHECKING:
-    from resformer.analysis import Analysis
 
 _SHOWN = {
     "entropy": "entropy",
@@ -109,12 +106,11 @@ def analyze(
         check_target(output, *inputs, made_by="analyze", force=force)
     # Before any model: a text that cannot be read is an error.
     read = list(read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts))
-    analyses: list[Analysis] = []
+    analyses = []
     for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
-        with tqdm(total=len(read), desc=name, unit="text", leave=False) as bar:
-            options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "device": device}
-            options |= {"dtype": getattr(torch, dtype), "progress": bar.update}
-            analyses.append(analyze_one(checkpoint, read, name=name, **options))
+        bar = tqdm(read, desc=name, unit="text", leave=False)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "device": device, "dtype": getattr(torch, dtype)}
+        analyses.append(analyze_one(checkpoint, bar, tokenizer=tokenizer, name=name, **options))
     for analysis in analyses:
         for warning in analysis.warnings:
             echo(f"Warning: {warning}", err=True)
@@ -138,7 +134,7 @@ def _names(checkpoints: list[str]) -> list[str]:
     return next(each for each in names if len({*each}) == len({*parts}))
 
 
-def _print(analysis: "Analysis") -> None:
+def _print(analysis: Any) -> None:
     echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
     echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
     for layer in range(analysis.layers):

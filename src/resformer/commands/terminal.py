@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -133,7 +133,7 @@ def reporting_errors(
             before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun or accelerate has started
+        if is_first_process():
             echo(f"Interrupted. {interrupted.format(command=own_command(leave_out='--resume'))}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
@@ -150,6 +150,11 @@ def reporting_errors(
         warnings.formatwarning = shown
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun or accelerate has started, which would all print the same."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
@@ -202,9 +207,17 @@ def command(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         own = list(signature(function, eval_str=True).parameters.values())
-        options = own.pop(0).annotation if own and is_dataclass(own[0].annotation) else None
-        every, pairs, typed = _parameters_of(options)
-        every += [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own if each.name != "context"]
+        options: Any = own.pop(0).annotation if own and is_dataclass(own[0].annotation) else None
+        known = () if options is None else fields(options)
+        declared = {each.name: each.metadata[TYPED] for each in known if TYPED in each.metadata}
+        hints = get_type_hints(options) if declared else {}
+        pairs = [name for name in declared if get_origin(hints[name]) is dict]
+        hints |= dict.fromkeys(pairs, list[str])
+        every = [
+            Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+            *(Parameter(x, Parameter.KEYWORD_ONLY, default=declared[x], annotation=hints[x]) for x in declared),
+            *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own if each.name != "context"),
+        ]
         if isgeneratorfunction(function):
             every.append(Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
 
@@ -218,12 +231,11 @@ def command(
                 try:
                     first = [] if options is None else [options(**values)]
                 except ValueError as error:  # it names fields, and a user has typed options
-                    raise ValueError(_FIELD.sub(lambda field: typed.get(field[0], field[0]), str(error))) from error
+                    raise ValueError(_FIELD.sub(lambda field: _as_typed(field[0], declared), str(error))) from error
                 for report in function(*first, **more) or ():
-                    if print_json(report, as_json):
+                    if not is_first_process() or print_json(report, as_json):
                         break
 
-        every.insert(0, Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context))
         run.__signature__ = Signature(every)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in every}
         return app.command(**listed(panel, example), **settings)(run)
@@ -231,30 +243,17 @@ def command(
     return decorate
 
 
-def _parameters_of(options: Any) -> tuple[list[Parameter], list[str], dict[str, str]]:
-    """Of a dataclass, or of none: the parameters of a command, the fields of mappings, and how each is typed."""
-    hints = {} if options is None else get_type_hints(options)
-    declared = {} if options is None else {each.name: each.metadata.get(TYPED) for each in fields(options)}
-    declared = {name: parameter for name, parameter in declared.items() if parameter is not None}
-    pairs = [name for name in declared if get_origin(hints[name]) is dict]
-    hints |= dict.fromkeys(pairs, list[str])
-    parameters = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=parameter, annotation=hints[name])
-        for name, parameter in declared.items()
-    ]
-    return parameters, pairs, {name: _as_typed(name, parameter) for name, parameter in declared.items()}
-
-
 def listed(panel: str, example: str) -> dict[str, Any]:
     """Arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
     return {"rich_help_panel": panel, "epilog": f"\b\nExample:\n  {example}"}
 
 
-def _as_typed(field: str, parameter: Any) -> str:
-    """How a command line gives a field: `--from`, or `OUTPUT` of an argument."""
-    named = [name for name in parameter.param_decls or () if name.startswith("--")]
-    option = named[0].partition("/")[0] if named else f"--{field.replace('_', '-')}"
-    return field.upper() if isinstance(parameter, ArgumentInfo) else option
+def _as_typed(field: str, declared: Mapping[str, Any]) -> str:
+    """How a command line gives a field: `--from`, or `OUTPUT` of an argument; of another one, its name."""
+    if isinstance(parameter := declared.get(field), ArgumentInfo):
+        return field.upper()
+    option = next((name for name in getattr(parameter, "param_decls", None) or () if name.startswith("--")), None)
+    return field if parameter is None else (option or f"--{field.replace('_', '-')}").partition("/")[0]
 
 
 def hand_over(context: typer.Context, module: str) -> None:
@@ -298,12 +297,10 @@ def row(name: str, value: object) -> None:
 
 def size(count: float) -> str:
     """A number of bytes, from bytes to TB."""
-    unit = "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, larger
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+    if count < 1000:
+        return f"{count:,.0f} bytes"
+    power = next((power for power in (1, 2, 3) if count < 1000 ** (power + 1)), 4)
+    return f"{count / 1000**power:,.1f} {' kMGT'[power]}B"
 
 
 def print_json(report: Any, as_json: bool) -> bool:

@@ -94,8 +94,6 @@ def finetune(options: FinetuneOptions, config: Config = None) -> Iterator[dict[s
     if config is not None:
         check_apart(Path(options.output), config)
     report = finetune_checkpoint(options)
-    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
-        return
     yield asdict(report)
     training = f"{report.training_blocks:,} blocks"
     trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
@@ -180,8 +178,6 @@ def pretrain(options: PretrainOptions, config: Config = None, dry_run: PlanAlone
         plan, report = plan_pretraining(options), None
     else:
         plan, report = run(options)
-    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
-        return
     yield {"plan": asdict(plan), **({} if report is None else asdict(report))}
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
