@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -105,15 +106,19 @@ def analyze(
         raise CheckpointError(f"{name}: {type(base).__name__} has no `layers` that each have a `self_attn`.")
     per_text: list[np.ndarray] = []  # (layers, quantities) each
     lengths: list[int] = []
-    skipped = 0
+    skipped, loaded = 0, cast(Any, tokenizer)
     with _measured(model, layers) as measure:
         for text in texts:
-            if isinstance(text, str) and isinstance(tokenizer, (str, Path)):  # texts of token ids need none
-                from resformer.training.tokenizers import load_tokenizer
+            if isinstance(text, str):
+                if loaded is None:
+                    raise ValueError("A model in memory needs tokenizer= for texts that are strings.")
+                if isinstance(loaded, (str, Path)):  # texts of token ids need none
+                    from resformer.training.tokenizers import load_tokenizer
 
-                remedy = "name another with --tokenizer (tokenizer=)"
-                tokenizer = load_tokenizer(tokenizer, model.config.get_text_config().vocab_size, remedy)
-            ids = _ids(text, tokenizer, max_tokens)
+                    remedy = "name another with --tokenizer (tokenizer=)"
+                    loaded = load_tokenizer(loaded, model.config.get_text_config().vocab_size, remedy)
+                text = loaded(text, truncation=True, max_length=max_tokens)["input_ids"]
+            ids = list(text[:max_tokens])
             if len(ids) < 2:
                 skipped += 1
                 continue
@@ -243,7 +248,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
 
-    def take_hidden(layer: int, output: Any) -> None:
+    def take_hidden(layer: int, module: nn.Module, args: Any, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         hidden[layer] = torch.cat([_norm_quantities(states), _similarity(states)[None]])
@@ -264,10 +269,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
         rows = [torch.cat([attention[n].cpu(), hidden[n].cpu()]) for n in range(len(layers))]
         return np.stack([row.double().numpy() for row in rows])
 
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output, n=n: take_hidden(n, output))
-        for n, layer in enumerate(layers)
-    ]
+    hooks = [layer.register_forward_hook(partial(take_hidden, n)) for n, layer in enumerate(layers)]
     try:
         model.eval()
         model.set_attn_implementation(_IMPLEMENTATION)
@@ -296,11 +298,3 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     if missing := sorted(name for name in loading["missing_keys"] if name.startswith(prefix)):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")
     return model.to(device)
-
-
-def _ids(text: str | Sequence[int], tokenizer: Any, max_tokens: int) -> list[int]:
-    if not isinstance(text, str):
-        return list(text[:max_tokens])
-    if tokenizer is None:
-        raise ValueError("A model in memory needs tokenizer= for texts that are strings.")
-    return tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]

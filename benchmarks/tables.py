@@ -22,8 +22,15 @@ from resformer.training.options import RATES, PretrainOptions
 from resformer.training.pretraining import pretrain_plan
 from resformer.training.scratch import SIZES, scratch_config
 from resformer.training.study.plot import plot
-from resformer.training.study.record import read_record
-from resformer.training.study.report import correct, evidence, markdown, paired_difference, report_of, with_interval
+from resformer.training.study.report import (
+    correct,
+    evidence,
+    markdown,
+    paired_difference,
+    read_record,
+    report_of,
+    with_interval,
+)
 from resformer.training.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

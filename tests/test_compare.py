@@ -33,8 +33,7 @@ from resformer.training.packing import pack_documents
 from resformer.training.pretraining import pretrain
 from resformer.training.scratch import schedule_arguments, scratch_config, untrained_model
 from resformer.training.study import comparison
-from resformer.training.study.record import add_line, joined, read_record
-from resformer.training.study.report import detectable, paired_difference, rows_of
+from resformer.training.study.report import add_line, detectable, joined, paired_difference, read_record, rows_of
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]

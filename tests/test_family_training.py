@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 import resformer
 from resformer.configuration.methods import connections_of
+from resformer.convert.connections import meta_model
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.measured import MEASURED
-from resformer.training.flops import meta_model
 from resformer.training.optimizer import (
     CONNECTIONS,
     ConnectionTrainer,

@@ -14,7 +14,7 @@ from accelerate.utils.other import get_free_port as find_free_port
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from resformer.training.log import last_checkpoint
+from resformer.training.trainer import last_checkpoint
 
 WORKER = Path(__file__).with_name("killed_worker.py")
 OPTIONS = (

@@ -51,14 +51,21 @@ from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, weights_have_changed
 from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
-from resformer.training.log import LOG, LossGuard, last_checkpoint
 from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
 from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.scratch import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, SettingsAreSaved
+from resformer.training.trainer import (
+    LOG,
+    Bar,
+    EvaluationLines,
+    LossGuard,
+    RecipeTrainer,
+    SettingsAreSaved,
+    last_checkpoint,
+)
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"

@@ -26,13 +26,13 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import connections_of
 from resformer.convert.connected_families import with_connections
+from resformer.convert.connections import meta_model
 from resformer.errors import did_you_mean
 from resformer.files import check_target, replacing
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.measured import MEASURED
 from resformer.training.data import INDEX, DataError, load_documents
-from resformer.training.flops import meta_model
 from resformer.training.options import NewOptions, ScheduleOptions
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
 from resformer.training.tokenizing import TOKENIZER

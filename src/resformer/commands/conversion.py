@@ -210,8 +210,7 @@ def inspect(source: Source, revision: Annotated[str | None, typer.Option(help=_R
     for name in _of_all_layers(report.added):
         row("added", name)
     heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
-    tied = ", tied" if report.tied else ""
-    vocabulary = f"vocabulary of {report.vocab_size:,}{tied}"
+    vocabulary = f"vocabulary of {report.vocab_size:,}{', tied' if report.tied else ''}"
     row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {vocabulary}")
     if report.cache_bytes_per_token is not None:
         row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")

@@ -10,6 +10,7 @@ import typer
 
 from resformer.commands.terminal import (
     ANYTHING,
+    HANDED_OVER,
     MEASURE,
     SHARE,
     START,
@@ -118,7 +119,10 @@ def analyze(
         write_report(analyses, output, own_command(), force=force)
     yield report_of(analyses, own_command())
     for analysis in analyses:
-        _print(analysis)
+        echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
+        echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
+        for layer in range(analysis.layers):
+            echo(f"{layer:5}" + "".join(f"{_number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
         echo()
     if output is not None:
         row("wrote", output)
@@ -132,13 +136,6 @@ def _names(checkpoints: list[str]) -> list[str]:
     most = max(map(len, parts))
     names = (["/".join(each[-count:]) for each in parts] for count in range(1, most + 1))
     return next(each for each in names if len({*each}) == len({*parts}))
-
-
-def _print(analysis: Any) -> None:
-    echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
-    echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
-    for layer in range(analysis.layers):
-        echo(f"{layer:5}" + "".join(f"{_number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
 
 
 def _number(value: float) -> str:
@@ -251,9 +248,7 @@ def push(
     echo(report.url)
 
 
-@app.command(
-    context_settings=ANYTHING, add_help_option=False, **listed(SHARE, "resformer serve finetuned --host 127.0.0.1")
-)
+@app.command(**listed(SHARE, "resformer serve finetuned --host 127.0.0.1"), **HANDED_OVER)
 def serve(context: typer.Context) -> None:
     """Start an OpenAI server: `transformers serve` with these models.
 

@@ -69,6 +69,8 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 COMMANDS_NEED = (5, 23)
 #: Settings of a command that passes on what it is given.
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
+#: And whose help is that of the other command line, too.
+HANDED_OVER: dict[str, Any] = {"context_settings": ANYTHING, "add_help_option": False}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 

@@ -11,7 +11,7 @@ import typer
 
 from resformer.commands.conversion import DRY_RUN
 from resformer.commands.terminal import (
-    ANYTHING,
+    HANDED_OVER,
     MEASURE,
     TRAIN,
     app,
@@ -131,7 +131,7 @@ def new(
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
 ) -> Iterator[dict[str, Any]]:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
-    from resformer.training.flops import meta_model
+    from resformer.convert.connections import meta_model
     from resformer.training.scratch import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
@@ -196,9 +196,8 @@ def pretrain(options: PretrainOptions, config: Config = None, dry_run: PlanAlone
 
 
 @app.command(
-    context_settings=ANYTHING,
-    add_help_option=False,
     **listed(TRAIN, "resformer trl sft --model_name_or_path smollm2-resformer --dataset_name chats --use_peft"),
+    **HANDED_OVER,
 )
 def trl(context: typer.Context) -> None:
     """Run TRL's scripts (sft, dpo, grpo, ...) on these models.
@@ -231,10 +230,8 @@ def compare(options: StudyOptions, dry_run: PlanAlone = False) -> Iterator[dict[
     yield (plan := plan_study(options))
     for each in plan["runs"]:
         shape = f"{each['method']}, {each['parameters']:,} parameters, rate {each['learning_rate']:.2g}"
-        row(
-            each["size"],
-            f"{shape}, {each['steps']:,} steps of {each['batch']:,} sequences, {each['epochs']:.2f} epochs",
-        )
+        length = f"{each['steps']:,} steps of {each['batch']:,} sequences, {each['epochs']:.2f} epochs"
+        row(each["size"], f"{shape}, {length}")
         row("", f"runs to do: {each['to_do']}, of {each['training_flops']:.3g} operations")
     data = plan["data"]
     row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
