@@ -16,7 +16,6 @@ from resformer.commands.terminal import (
     SHARE,
     VERIFICATION_FAILED,
     AsJson,
-    assignments,
     command,
     own_command,
     print_json,
@@ -31,6 +30,7 @@ Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
 _REVISION = "Branch, tag or commit of a Hub id."
+_SET = "A connection field on top of the method's, or a constant of a nanochat run; repeatable."
 _VERIFY = (
     "How the result is checked: names and shapes read back; every byte too; logits too. auto: logits where the model "
     "fits into free memory."
@@ -51,26 +51,19 @@ class Writing:
     dry_run: bool = option(False, DRY_RUN, "--dry-run")
 
 
+@dataclass(frozen=True)
+class Converting(Writing):
+    """The options of `convert`."""
+
+    method: str = option("resformer", "Name of a method; `resformer methods` lists them. Or FILE.py:NAME.")
+    fields: dict[str, Any] = option({}, _SET, "--set", metavar="FIELD=VALUE")
+    lossy: bool = option(False, "Allow methods that change what the model computes.", "--lossy")
+    dtype: str | None = option(None, None, hidden=True)  # `retrofit` says how Transformers does that, and the next
+    max_shard_size: str | None = option(None, None, hidden=True)
+
+
 @command(CONNECT, "resformer convert HuggingFaceTB/SmolLM2-135M smollm2-resformer --method resformer")
-def convert(
-    writing: Writing,
-    source: Source,
-    output: Output,
-    method: Annotated[
-        str, typer.Option(help="Name of a method; `resformer methods` lists them. Or FILE.py:NAME.")
-    ] = "resformer",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            help="A connection field on top of the method's, or a constant of a nanochat run; repeatable.",
-        ),
-    ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
-    dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
-    max_shard_size: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> Iterator[Any]:
+def convert(options: Converting, source: Source, output: Output) -> Iterator[Any]:
     """Add connections to a trained model, or take a nanochat run.
 
     Logits stay the source's. Methods that change them need --lossy.
@@ -78,16 +71,15 @@ def convert(
     from resformer.convert import retrofit
     from resformer.convert.nanochat import is_run
 
-    if is_run(source, writing.revision):
-        useless = {"lossy": lossy, "method": method != "resformer"}
-        useless |= {"link": writing.link, "verify": writing.verify != "auto"}
+    if is_run(source, options.revision):
+        useless = {"lossy": options.lossy, "method": options.method != "resformer"}
+        useless |= {"link": options.link, "verify": options.verify != "auto"}
         if asked := [f"--{name}" for name, value in useless.items() if value]:
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
-        yield from _convert_nanochat(source, output, writing, assignments(set_ or []))
+        yield from _convert_nanochat(source, output, options)
         return
-    gone = {"dtype": dtype, "max_shard_size": max_shard_size}  # `retrofit` says how Transformers does that
-    fields = assignments(set_ or []) | {name: value for name, value in gone.items() if value is not None}
-    report = retrofit(source, output, method_named(method), lossy=lossy, **vars(writing), **fields)
+    given = {name: value for name, value in vars(options).items() if value is not None and name != "fields"}
+    report = retrofit(source, output, **{**given, "method": method_named(options.method)}, **options.fields)
     yield report
     added = sum(report.added.values())
     row("source", f"{report.source} ({report.family}, {report.dtype})")
@@ -98,16 +90,16 @@ def convert(
     row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
     for reason in report.inexact_because:
         row("lossy", reason)
-    if writing.dry_run:
+    if options.dry_run:
         row("memory", f"{size(report.memory)} to compare logits, little else")
-    print_result(report, writing.dry_run)
+    print_result(report, options.dry_run)
 
 
-def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[str, Any]) -> Iterator[Any]:
+def _convert_nanochat(run: str, output: Path, options: Converting) -> Iterator[Any]:
     from resformer.convert.nanochat import convert_nanochat
 
-    taken = {name: getattr(writing, name) for name in ("force", "dry_run", "revision")}
-    report = convert_nanochat(run, output, **taken, **constants)
+    taken = {name: getattr(options, name) for name in ("force", "dry_run", "revision")}
+    report = convert_nanochat(run, output, **taken, **options.fields)
     yield report
     row("source", f"{report.source} ({report.weights}, era {report.era} of nanochat)")
     row("constants", ", ".join(f"{name}={value}" for name, value in report.constants.items()) + "; other: --set")
@@ -116,7 +108,7 @@ def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[
     row("tokenizer", f"{report.tokens:,} tokens, {report.bos} first, {'a' if report.chat else 'no'} chat template")
     for warning in report.warnings:
         row("warning", warning)
-    row("would write" if writing.dry_run else "wrote", report.output)
+    row("would write" if options.dry_run else "wrote", report.output)
 
 
 @command(CONNECT, "resformer revert smollm2-resformer smollm2-again")

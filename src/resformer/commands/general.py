@@ -133,8 +133,7 @@ def _names(checkpoints: list[str]) -> list[str]:
     # `.` and `..` have no name of their own.
     paths = [os.path.abspath(each) if Path(each).name in ("", "..") else os.path.normpath(each) for each in checkpoints]
     parts = [Path(path).parts for path in paths]
-    most = max(map(len, parts))
-    names = (["/".join(each[-count:]) for each in parts] for count in range(1, most + 1))
+    names = (["/".join(each[-count:]) for each in parts] for count in range(1, max(map(len, parts)) + 1))
     return next(each for each in names if len({*each}) == len({*parts}))
 
 

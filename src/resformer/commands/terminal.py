@@ -93,10 +93,9 @@ def _common(
     ] = None,
 ) -> None:
     _options["traceback"] = traceback
-    if import_:
+    for file in import_ or ():
         with reporting_errors():
-            for file in import_:
-                import_connections(file.expanduser())
+            import_connections(file.expanduser())
 
 
 def check_transformers() -> None:
@@ -310,7 +309,6 @@ def print_json(report: Any, as_json: bool) -> bool:
     for warning in getattr(report, "warnings", ()):
         echo(f"Warning: {one_line(warning, 4000)}", err=True)
     if as_json:
-        ordered = isinstance(report, dict)
-        values = report if ordered else report.as_dict()
-        echo(json.dumps(values, indent=2, sort_keys=not ordered, default=str))
+        values = report if isinstance(report, dict) else report.as_dict()
+        echo(json.dumps(values, indent=2, sort_keys=values is not report, default=str))
     return as_json

@@ -95,10 +95,9 @@ def finetune(options: FinetuneOptions, config: Config = None) -> Iterator[dict[s
         check_apart(Path(options.output), config)
     report = finetune_checkpoint(options)
     yield asdict(report)
-    training = f"{report.training_blocks:,} blocks"
     trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
     row("model", f"{options.model}, {report.parameters:,} parameters{trained}")
-    row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
+    row("data", f"{report.training_blocks:,} blocks, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
     for source, count in report.held_out_by_source.items() if report.held_out_blocks else ():
         row("held out", f"{count:,} documents of {source}")
     for source, passes in report.passes.items():
@@ -174,10 +173,7 @@ def pretrain(options: PretrainOptions, config: Config = None, dry_run: PlanAlone
     from resformer.training.pretraining import plan_pretraining
     from resformer.training.pretraining import pretrain as run
 
-    if dry_run:
-        plan, report = plan_pretraining(options), None
-    else:
-        plan, report = run(options)
+    plan, report = (plan_pretraining(options), None) if dry_run else run(options)
     yield {"plan": asdict(plan), **({} if report is None else asdict(report))}
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
