@@ -139,11 +139,13 @@ def _tokens_of(row: Mapping[str, Any], tokenizer: Any, template: str | None) -> 
     if row["kind"] == _ANSWER:
         before, whole = render(prompt, add_generation_prompt=True), render(both)
     else:
-        end = "" if both.endswith(tokenizer.eos_token or "") else tokenizer.eos_token
+        end = "" if row["completion"].endswith(tokenizer.eos_token or "") else tokenizer.eos_token
         before, whole = tokenizer(prompt), tokenizer(both + end)
     ids, known = whole["input_ids"], common_prefix_length(before["input_ids"], whole["input_ids"])
     if known < len(before["input_ids"]):
-        warnings.warn("The end of a prompt has other tokens before its answer, which are learned.", stacklevel=2)
+        warnings.warn(
+            "A prompt's last tokens are others before its answer: learned from where they part.", stacklevel=2
+        )
     return [-1 - token for token in ids[:known]] + ids[known:]
 
 

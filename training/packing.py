@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from resformer.training.data import MASKS, DataError, content, is_row_held_out, reading_source
 from resformer.version import __version__
 
-#: Passes over the same text that teach about as much as new text would, arXiv 2305.16264.
-MANY_PASSES = 4
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _EMPTY = _TOKENS.arrow_schema.empty_table()
 
@@ -159,16 +156,6 @@ class RunBlocks(torch.utils.data.Dataset):
             passes = counts / np.bincount(self._source_of)
         tokens = (counts * self.blocks.block).round().astype(int).tolist()
         return dict(zip(self._sizes, zip(tokens, passes.round(3).tolist(), strict=True), strict=True))
-
-
-def warn_of_passes(source: str, passes: float) -> None:
-    """Warns if text is read so often that it teaches less than new text would."""
-    if passes > MANY_PASSES:
-        warnings.warn(
-            f"{source}: is read {passes:.3g} times. Beyond {MANY_PASSES} passes, text teaches less and less (arXiv "
-            "2305.16264): use more text, a smaller weight or a shorter training.",
-            stacklevel=2,
-        )
 
 
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -53,7 +54,7 @@ from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
 from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
-from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
+from resformer.training.packing import pack_documents, spelt_specials
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.scratch import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
@@ -69,6 +70,7 @@ from resformer.training.trainer import (
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
+_MANY_PASSES = 4  # over the same text, which teach about as much as new text would, arXiv 2305.16264
 _OF_A_STEP = ("batch", "accumulate", "processes")
 #: Options and fields of `TrainingArguments` that may be others where a run goes on: they change no step, or are
 #: compared as what they come to.
@@ -142,7 +144,12 @@ def finetune_checkpoint(
                 tqdm.write(note, file=sys.stderr)
             for source, passes in report.passes.items():
                 tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
-                warn_of_passes(source, passes)
+                if passes > _MANY_PASSES:
+                    warnings.warn(
+                        f"{source}: is read {passes:.3g} times. Beyond {_MANY_PASSES} passes, text teaches less and "
+                        "less (arXiv 2305.16264): use more text, a smaller weight or a shorter training.",
+                        stacklevel=2,
+                    )
             begun["weights"] = [digest_of_weights(options.model)]
             _check_unfinished(options, begun)
         if options.dry_run:

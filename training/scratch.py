@@ -91,12 +91,6 @@ def with_fields(text: str, known: Collection[str], what: str, allowed: Collectio
     return name, values
 
 
-def known_size(text: str, allowed: Collection[str] = CONFIG_FIELDS) -> tuple[Size, dict[str, Any]]:
-    """One of `SIZES`, and the fields that are said with it."""
-    name, values = with_fields(text, SIZES, "size", allowed)
-    return SIZES[name], values
-
-
 def known_fields(backbone: str | None) -> set[str]:
     """The fields that a configuration takes: ours, or those of a backbone and of its connections."""
     if backbone is None:
@@ -196,7 +190,8 @@ def scratch_config(
     for name in values.keys() - allowed:
         what = "a ResFormerConfig" if backbone is None else backbone
         raise ValueError(f"{name} is no field of {what}.{did_you_mean(name, allowed)}")
-    known, own = known_size(size, allowed)
+    name, own = with_fields(size, SIZES, "size", allowed)
+    known = SIZES[name]
     shape = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": block or known.block,
@@ -271,8 +266,8 @@ def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedToke
     """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
-    size, _ = known_size(options.size, known_fields(options.backbone))
-    name = options.tokenizer or str(tokenised[0] if tokenised else size.tokenizer)
+    size, _ = with_fields(options.size, SIZES, "size", known_fields(options.backbone))
+    name = options.tokenizer or str(tokenised[0] if tokenised else SIZES[size].tokenizer)
     documents = load_documents(sources if name.startswith("bpe:") else (), **options.reading, streaming=True)
     tokenizer = make_tokenizer(name, documents, held_out)
     for folder in tokenised:
