@@ -109,9 +109,9 @@ def analyze(
     read = list(read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts))
     analyses = []
     for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
-        bar = tqdm(read, desc=name, unit="text", leave=False)
         options: dict[str, Any] = {"max_tokens": max_tokens, "device": device, "dtype": getattr(torch, dtype)}
-        analyses.append(analyze_one(checkpoint, bar, tokenizer=tokenizer, name=name, **options))
+        with tqdm(read, desc=name, unit="text", leave=False) as bar:
+            analyses.append(analyze_one(checkpoint, bar, tokenizer=tokenizer, name=name, **options))
     for analysis in analyses:
         for warning in analysis.warnings:
             echo(f"Warning: {warning}", err=True)
