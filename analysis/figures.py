@@ -1,15 +1,25 @@
-"""The papers' plots, with every checkpoint in each of them. matplotlib is imported when a plot is drawn."""
+"""The report of analyses, and the papers' plots in it, with every checkpoint in each of them.
+
+matplotlib is imported when a plot is drawn.
+"""
 
 import io
+import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import transformers
 
 from resformer.analysis.measuring import Analysis
 from resformer.environment import require
+from resformer.files import check_target, replacing, write_text, writing
+from resformer.version import __version__
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +35,10 @@ _LINES = {
     "value_norm_ratio": ("Value-state norm of the first token", "first token / mean of the others", True),
     "hidden_norm_ratio": ("Hidden-state norm of the first token", "first token / mean of the others", True),
     "similarity": ("Token similarity", "mean cosine of hidden states", False),
+}
+_MAPS = {
+    "value_mixing": ("Value mixing matrix M", "row n: what layer n attends to", "column m: values of layer m"),
+    "depth_mixing": ("Depth mixing matrix D", "row n: what block n+1 reads", "column j: X_j (0: embeddings)"),
 }
 
 
@@ -59,9 +73,9 @@ def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, P
     require("matplotlib", "analysis")
     with _style():
         drawn = [_lines(key, analyses) for key in _LINES]
-        for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
+        for key in _MAPS:
             if mixing := [analysis for analysis in analyses if _matrix(analysis, key, changes=True).any()]:
-                drawn.append(_maps(key, title, mixing, changes))
+                drawn.append(_maps(key, mixing, changes))
     return {plot.key: plot for plot in drawn}
 
 
@@ -104,19 +118,16 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
         if key in analysis.uniform:  # of the lengths of the texts, which the tokenizer decides
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
             axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
-    if logarithmic:
-        axes.set_yscale("log")
-    axes.set_title(title)
-    axes.set_xlabel("layer")
-    axes.set_ylabel(label)
+    axes.set(title=title, xlabel="layer", ylabel=label, yscale="log" if logarithmic else "linear")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return Plot(key, title, figure)
 
 
-def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
+def _maps(key: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
     from matplotlib.ticker import MaxNLocator
 
+    title, rows_are, columns_are = _MAPS[key]
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
     largest = max(np.nanmax(np.abs(_matrix(analysis, key, changes=True))) for analysis in analyses)
     for axes, analysis in zip(row, analyses, strict=True):
@@ -130,10 +141,37 @@ def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> 
         if gates.any():
             axes.imshow(np.ma.masked_where(~gates, np.ones(matrix.shape)), cmap="Greys", vmin=0, vmax=2)
         axes.grid(False)
-        axes.set_title(f"{'Changes to ' * changes}{title[-1]} of {analysis.name}")
-        axes.set_ylabel("row n: what layer n attends to" if key == "value_mixing" else "row n: what block n+1 reads")
-        axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
+        axes.set(title=f"{'Changes to ' * changes}{title[-1]} of {analysis.name}", xlabel=columns_are, ylabel=rows_are)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=axes, shrink=0.8)
     return Plot(key, title, figure)
+
+
+def report(analyses: Sequence[Analysis], command: str = "") -> dict[str, Any]:
+    """All numbers, the command and the versions: what is in analysis.json."""
+    versions = {"resformer": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "checkpoints": [analysis.as_dict() for analysis in analyses],
+        "command": command,
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def write_report(analyses: Sequence[Analysis], folder: Path, command: str = "", *, force: bool = False) -> None:
+    """Writes analysis.json and the figures as PNG to `folder`, all of them or nothing.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        CheckpointError: `folder` is not empty and `force` is not set, or holds anything but an earlier report.
+        OutputError: a file cannot be written.
+    """
+    require("matplotlib", "analysis")
+    checkpoints = [analysis.checkpoint for analysis in analyses if analysis.checkpoint is not None]
+    check_target(folder, *checkpoints, made_by="analyze", force=force)
+    figures, values = [*plots(analyses).values()], report(analyses, command)
+    with replacing(folder, made_by="analyze", force=force) as partial:
+        write_text(partial / "analysis.json", json.dumps(values, indent=1, allow_nan=False) + "\n")
+        for plot in figures:
+            with writing(partial / f"{plot.key}.png"):
+                (partial / f"{plot.key}.png").write_bytes(plot.png)

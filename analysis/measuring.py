@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,7 +75,6 @@ def analyze(
     name: str | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-    progress: Callable[[], object] = lambda: None,
 ) -> Analysis:
     """Measures `QUANTITIES` in each layer, one text at a time.
 
@@ -85,7 +85,6 @@ def analyze(
         tokenizer: for the strings; default: the checkpoint's.
         name: in reports; default: the last part of the checkpoint's path or id.
         device, dtype: of a checkpoint; default: an accelerator if there is one, float32.
-        progress: called after each text.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded, is not such a decoder, or gives NaN or infinity.
@@ -107,15 +106,19 @@ def analyze(
         raise CheckpointError(f"{name}: {type(base).__name__} has no `layers` that each have a `self_attn`.")
     per_text: list[np.ndarray] = []  # (layers, quantities) each
     lengths: list[int] = []
-    skipped = 0
+    skipped, loaded = 0, cast(Any, tokenizer)
     with _measured(model, layers) as measure:
         for text in texts:
-            if isinstance(text, str) and isinstance(tokenizer, (str, Path)):  # texts of token ids need none
-                from resformer.training.tokenizers import load_tokenizer
+            if isinstance(text, str):
+                if loaded is None:
+                    raise ValueError("A model in memory needs tokenizer= for texts that are strings.")
+                if isinstance(loaded, (str, Path)):  # texts of token ids need none
+                    from resformer.training.tokenizers import load_tokenizer
 
-                remedy = "name another with --tokenizer (tokenizer=)"
-                tokenizer = load_tokenizer(tokenizer, model.config.get_text_config().vocab_size, remedy)
-            ids = _ids(text, tokenizer, max_tokens)
+                    remedy = "name another with --tokenizer (tokenizer=)"
+                    loaded = load_tokenizer(loaded, model.config.get_text_config().vocab_size, remedy)
+                text = loaded(text, truncation=True, max_length=max_tokens)["input_ids"]
+            ids = list(text[:max_tokens])
             if len(ids) < 2:
                 skipped += 1
                 continue
@@ -128,7 +131,6 @@ def analyze(
                 )
             per_text.append(values)
             lengths.append(len(ids))
-            progress()
     if not lengths:
         raise ValueError(f"{name}: there is no text of at least two tokens ({skipped} shorter ones).")
     stacked = np.stack(per_text)
@@ -213,13 +215,13 @@ def _uniform(tokens: int) -> np.ndarray:
 def _attention(
     module: nn.Module,
     *inputs: Any,
-    importance_taker: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    measured: dict[int, torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the family's eager attention returns of queries, keys and values, `(batch, heads, tokens, head_dim)`.
 
-    Calls `importance_taker` with the layer's index, a_j = (1/l) sum_i A_ij, the attention of l queries to token j
-    averaged over heads, `(batch, tokens)`, and the value states.
+    Puts into `measured`, by the layer's index, the quantities of a_j = (1/l) sum_i A_ij, the attention of l queries to
+    token j averaged over heads, `(tokens,)`, and of the value states, those of the first sequence.
     """
     attention = type(getattr(module, "_module", module))  # of a layer with connections it is behind another
     own = (vars(sys.modules[each.__module__]).get("eager_attention_forward") for each in attention.__mro__)
@@ -227,9 +229,11 @@ def _attention(
     if eager is None:
         raise NotImplementedError("its attention has no eager form to be analysed")
     output, weights = eager(module, *inputs, **kwargs)
-    if importance_taker is not None:
-        received = weights.mean(dim=(1, 2), dtype=torch.promote_types(weights.dtype, torch.float32))
-        importance_taker(module.layer_idx, received, inputs[2])  # type: ignore[arg-type]
+    if measured is not None:
+        received = weights[0].mean(dim=(0, 1), dtype=torch.promote_types(weights.dtype, torch.float32))
+        share = received / received.sum()
+        states = inputs[2][0].transpose(0, 1).flatten(1).to(share.dtype)
+        measured[module.layer_idx] = torch.cat([_importance_quantities(share), _norm_quantities(states)])  # type: ignore[index]
     return output, weights
 
 
@@ -244,12 +248,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
 
-    def take_attention(layer: int, importance: torch.Tensor, value: torch.Tensor) -> None:
-        share = importance[0] / importance[0].sum()
-        states = value[0].transpose(0, 1).flatten(1).to(share.dtype)
-        attention[layer] = torch.cat([_importance_quantities(share), _norm_quantities(states)])
-
-    def take_hidden(layer: int, output: Any) -> None:
+    def take_hidden(layer: int, module: nn.Module, args: Any, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         hidden[layer] = torch.cat([_norm_quantities(states), _similarity(states)[None]])
@@ -260,7 +259,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
                 input_ids=torch.tensor([ids], device=base.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=base.device),
                 use_cache=False,
-                importance_taker=take_attention,
+                measured=attention,
             )
         if missing := [n for n in range(len(layers)) if n not in attention]:
             raise CheckpointError(
@@ -270,10 +269,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
         rows = [torch.cat([attention[n].cpu(), hidden[n].cpu()]) for n in range(len(layers))]
         return np.stack([row.double().numpy() for row in rows])
 
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output, n=n: take_hidden(n, output))
-        for n, layer in enumerate(layers)
-    ]
+    hooks = [layer.register_forward_hook(partial(take_hidden, n)) for n, layer in enumerate(layers)]
     try:
         model.eval()
         model.set_attn_implementation(_IMPLEMENTATION)
@@ -302,11 +298,3 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     if missing := sorted(name for name in loading["missing_keys"] if name.startswith(prefix)):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")
     return model.to(device)
-
-
-def _ids(text: str | Sequence[int], tokenizer: Any, max_tokens: int) -> list[int]:
-    if not isinstance(text, str):
-        return list(text[:max_tokens])
-    if tokenizer is None:
-        raise ValueError("A model in memory needs tokenizer= for texts that are strings.")
-    return tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]

@@ -26,7 +26,7 @@ from resformer.training.data import STANDARD_HELD_OUT, is_held_out, standard_lib
 from resformer.training.optimizer import is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, refuse_other, unfinished_of
 from resformer.training.recipe import build_trainer, finetune_checkpoint
-from resformer.training.study.record import add_line, read_record
+from resformer.training.study.report import add_line, read_record
 
 METHOD, LORA, LONGER = "resformer-gated", "LoRA", "LoRA of equal time"
 BOTH = f"{METHOD} and LoRA"

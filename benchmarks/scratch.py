@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, pipeline
 
 from resformer.configuration import cache_bytes_per_token
-from resformer.training.log import LOG
+from resformer.training.trainer import LOG
 
 
 def draw_curves(folders: Sequence[Path], picture: Path) -> None:

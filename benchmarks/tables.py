@@ -20,12 +20,18 @@ from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.options import RATES, PretrainOptions
 from resformer.training.pretraining import pretrain_plan
-from resformer.training.sizes import SIZES, scratch_config
 from resformer.training.study.plot import plot
-from resformer.training.study.record import read_record
-from resformer.training.study.report import evidence, markdown, report_of, with_interval
-from resformer.training.study.table import correct, paired_difference
+from resformer.training.study.report import (
+    correct,
+    evidence,
+    markdown,
+    paired_difference,
+    read_record,
+    report_of,
+    with_interval,
+)
 from resformer.training.tokenizers import make_tokenizer
+from resformer.training.untrained import SIZES, scratch_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

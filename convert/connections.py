@@ -56,6 +56,7 @@ def _meta_model(config_class: Any, settings: str) -> PreTrainedModel:
     config = config_class.from_dict(json.loads(settings))
     with no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config)._model_mapping[type(config)](config)
+    model.tie_weights()  # a head that is the embedding counts once
     return model
 
 

@@ -27,7 +27,10 @@ def carried_metadata(card: Path) -> dict[str, Any]:
     Values that do not match a field's pattern are left out. A card that is missing, unreadable or a link out of its
     folder gives an empty mapping.
     """
-    return well_formed(_stated(card))
+    try:
+        return well_formed(card_metadata(read_bounded(card, 4 * MIB).decode("utf-8-sig")))
+    except (CheckpointError, ValueError):
+        return {}
 
 
 def licences(card: Path) -> list[str]:
@@ -59,13 +62,6 @@ def card_metadata(text: str) -> dict[str, Any]:
     if stated is not None and not isinstance(stated, dict):
         raise ValueError(f"expected a mapping, found {type(stated).__name__}")
     return stated or {}
-
-
-def _stated(card: Path) -> dict[str, Any]:
-    try:
-        return card_metadata(read_bounded(card, 4 * MIB).decode("utf-8-sig"))
-    except (CheckpointError, ValueError):
-        return {}
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:

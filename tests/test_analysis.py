@@ -20,7 +20,7 @@ from resformer import ResFormerForSequenceClassification
 from resformer.analysis import Analysis, analyze, figures, read_texts, write_report
 from resformer.analysis import report as report_of
 from resformer.analysis.measuring import QUANTITIES
-from resformer.commands.measuring import _number
+from resformer.commands.general import _number
 from resformer.configuration import value_sources
 from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.connection import plain_matrix

@@ -16,7 +16,7 @@ from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from command_server import python
 from scipy import stats
 
-from resformer.training.study.record import read_record
+from resformer.training.study.report import read_record
 
 #: The methods of the study that answers question a of the plan.
 PLANNED = "transformer resformer svformer value-embeddings attnres mudd".split()

@@ -31,11 +31,9 @@ from resformer.training.optimizer import is_connection
 from resformer.training.options import ScheduleOptions, StudyOptions, names
 from resformer.training.packing import pack_documents
 from resformer.training.pretraining import pretrain
-from resformer.training.sizes import schedule_arguments, scratch_config
 from resformer.training.study import comparison
-from resformer.training.study.record import add_line, joined, read_record
-from resformer.training.study.table import detectable, paired_difference, rows_of
-from resformer.training.untrained import untrained_model
+from resformer.training.study.report import add_line, detectable, joined, paired_difference, read_record, rows_of
+from resformer.training.untrained import schedule_arguments, scratch_config, untrained_model
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]

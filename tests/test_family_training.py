@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 import resformer
 from resformer.configuration.methods import connections_of
+from resformer.convert.connections import meta_model
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.measured import MEASURED
-from resformer.training.flops import meta_model
 from resformer.training.optimizer import (
     CONNECTIONS,
     ConnectionTrainer,
@@ -27,8 +27,8 @@ from resformer.training.optimizer import (
 )
 from resformer.training.options import PretrainOptions
 from resformer.training.pretraining import plan_pretraining
-from resformer.training.sizes import known_fields, scratch_config, why_not_trained
 from resformer.training.tokenizers import make_tokenizer
+from resformer.training.untrained import known_fields, scratch_config, why_not_trained
 
 _OF_THE_FILE = ("transformers_version", "architectures", "_name_or_path", "dtype")
 #: Families whose layers have no matrix that is one token's at a time, or of which others are half.

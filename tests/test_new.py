@@ -11,8 +11,8 @@ from checkpoints import byte_tokenizer, save_notes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from resformer import ResFormerConfig
-from resformer.training.flops import meta_model
-from resformer.training.sizes import budget, scratch_config
+from resformer.convert.connections import meta_model
+from resformer.training.untrained import budget, scratch_config
 
 NARROW = ["--tokenizer", "bytes", "--set", "hidden_size=32", "--set", "num_hidden_layers=3", "--set", "vocab_size=320"]
 

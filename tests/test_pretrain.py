@@ -20,10 +20,10 @@ from resformer import ResFormerConfig
 from resformer.errors import CheckpointError
 from resformer.model_cards import model_card
 from resformer.training import pretraining, recipe
-from resformer.training.log import LossGuard
 from resformer.training.options import FinetuneOptions, PretrainOptions, TokenizeOptions
 from resformer.training.report import FinetuneReport, record_origin
 from resformer.training.tokenizing import tokenize
+from resformer.training.trainer import LossGuard
 
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
 SMALL: dict[str, Any] = {

@@ -14,7 +14,7 @@ from checkpoints import save_notes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from resformer.training.log import last_checkpoint
+from resformer.training.trainer import last_checkpoint
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("killed_worker.py")

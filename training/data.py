@@ -265,13 +265,10 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
         options = {"sample_by": sample_by, "keep_linebreaks": sample_by == "document"}
     options = {**options, "data_files": files, "split": _split(source, split, files)}
     part = load_dataset(builder, streaming=streaming, **options)
-    if (
-        builder == "json"
-        and not streaming
-        and (mixed := [name for name, kind in part.features.items() if _mixed(kind)])
-    ):
+    features = part.features if builder == "json" and not streaming else {}
+    if mixed := [name for name, kind in features.items() if _mixed(kind)]:
         # Of values of several types `datasets` takes a text that is JSON, such as "42", for what it says.
-        part = load_dataset(builder, features=Features({**part.features, **dict.fromkeys(mixed, Json())}), **options)
+        part = load_dataset(builder, features=Features({**features, **dict.fromkeys(mixed, Json())}), **options)
     return part, unread
 
 

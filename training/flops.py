@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from resformer.convert import connections
 from resformer.convert.connected_families import view
+from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connection import kinds_in
@@ -67,13 +65,6 @@ def _passed(model: Any) -> dict[str, float]:
     experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
     return {name: each.numel() * (share if ".experts" in name else 1) for name, each in model.named_parameters()}
-
-
-def meta_model(config: Any) -> PreTrainedModel:
-    """A model without weights, one for equal configurations; where its head is its embedding, it counts once."""
-    model = connections.meta_model(config)
-    model.tie_weights()
-    return model
 
 
 def training_flops(config: Any, tokens: int) -> float:

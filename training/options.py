@@ -1,12 +1,12 @@
-"""The options of commands that train: a field's annotation is its option on the command line. Imports no torch."""
+"""The options of commands that train: a field has its option on the command line with it. Imports no torch."""
 
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from typer import Argument, Option
 
@@ -117,17 +117,42 @@ class _Checked:
                 raise ValueError(f"{name} is {value!r}; expected {what}.")
 
 
+#: In the metadata of a field: its option or argument on the command line. Other fields are for Python alone.
+TYPED = "typer"
+
+
+def option(default: Any, help: str | None, *names: str, **settings: Any) -> Any:
+    """A field with an option on the command line; `...`: it must be given. `names` and `settings` are Typer's."""
+    metadata = {TYPED: Option([] if default == {} else default, *names, help=help, **settings)}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=MISSING if default is ... else default, metadata=metadata)
+
+
+def argument(help: str) -> Any:
+    """A field that is an argument of the command."""
+    return field(metadata={TYPED: Argument(..., help=help)})
+
+
+_TOKENS: dict[str, Any] = {"parser": count, "metavar": "TOKENS"}
+# Of several options: the help, and the names.
+_PARSE_SPECIAL = "Special tokens that the text spells are tokens, not their letters.", "--parse-special"
+_BF16 = "Autocast.  [default: where the processor has bfloat16]", "--bf16/--no-bf16"
+_SEPARATE_DOCUMENTS = "Documents of a sequence apart, or joined.", "--separate-documents/--join-documents"
+_KEEP_OPTIMIZER = "Whether --resume with more steps can go on after the end.", "--keep-optimizer/--drop-optimizer"
+_BACKBONE = "The decoder of another family, qwen3_moe for one.  [default: ours]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(_Checked):
     """Text, as `load_documents` takes it."""
 
-    data: Annotated[
-        list[str],
-        Option(help="File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."),
-    ] = field(default_factory=list)
-    split: Annotated[str, Option(help="Split of a folder or of a Hub dataset.")] = "train"
-    text_column: Annotated[str | None, Option(help="The column to read, whatever others are.  [default: text]")] = None
-    sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
+    data: list[str] = option(
+        [], "File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."
+    )
+    split: str = option("train", "Split of a folder or of a Hub dataset.")
+    text_column: str | None = option(None, "The column to read, whatever others are.  [default: text]")
+    sample_by: str = option("document", "What of a text file is one: document (all), paragraph, line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,43 +169,27 @@ class DataOptions(_Checked):
         return {"split": self.split, "text_column": self.text_column, "sample_by": self.sample_by}
 
 
-ParseSpecial = Annotated[
-    bool, Option("--parse-special", help="Special tokens that the text spells are tokens, not their letters.")
-]
-Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")]
-SeparateDocuments = Annotated[
-    bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-]
-KeepOptimizer = Annotated[
-    bool, Option("--keep-optimizer/--drop-optimizer", help="Whether --resume with more steps can go on after the end.")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(DataOptions):
     """What `finetune` and `pretrain` have in common."""
 
-    parse_special: ParseSpecial = False
-    streaming: Annotated[bool, Option("--streaming", hidden=True)] = False
-    held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.02
-    held_out_data: Annotated[
-        list[str], Option(help="Evaluate on all of these instead, and on no share of --data; repeatable.")
-    ] = field(default_factory=list)
-    held_out_blocks: Annotated[int, Option(help="Evaluate on at most this many blocks.")] = 256
-    seed: Annotated[int, Option(help="Of the random numbers: weights, order of the data, dropout.")] = 0
-    bf16: Bf16 = None
-    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
-    compile: Annotated[bool, Option("--compile", help="Compile each layer with torch.compile.")] = False
-    attn_implementation: Annotated[str | None, Option(help="sdpa, eager, flash_attention_2.  [default: sdpa]")] = None
-    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.")] = field(
-        default_factory=list
-    )
-    optim: Annotated[str | None, Option(help="muon, or one of Transformers.  [default: adamw_torch_fused]")] = None
-    muon_learning_rate: Annotated[float | None, Option(help="Of the matrices.  [default: --learning-rate]")] = None
-    spike: Annotated[float, Option(help="Stop if the loss stays so far above its lowest; 0: never.")] = 2.0
-    keep_optimizer: KeepOptimizer = False
-    resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
-    force: Annotated[bool, Option("--force", help="Replace an earlier result, and discard an unfinished run.")] = False
+    parse_special: bool = option(False, *_PARSE_SPECIAL)
+    streaming: bool = option(False, None, "--streaming", hidden=True)
+    held_out: float = option(0.02, "Share of the documents to evaluate on; 0: none.")
+    held_out_data: list[str] = option([], "Evaluate on all of these instead, and on no share of --data; repeatable.")
+    held_out_blocks: int = option(256, "Evaluate on at most this many blocks.")
+    seed: int = option(0, "Of the random numbers: weights, order of the data, dropout.")
+    bf16: bool | None = option(None, *_BF16)
+    gradient_checkpointing: bool = option(False, "Less memory, more time.", "--gradient-checkpointing")
+    compile: bool = option(False, "Compile each layer with torch.compile.", "--compile")
+    attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2.  [default: sdpa]")
+    report_to: list[str] = option([], "tensorboard, trackio, wandb; repeatable.")
+    optim: str | None = option(None, "muon, or one of Transformers.  [default: adamw_torch_fused]")
+    muon_learning_rate: float | None = option(None, "Of the matrices.  [default: --learning-rate]")
+    spike: float = option(2.0, "Stop if the loss stays so far above its lowest; 0: never.")
+    keep_optimizer: bool = option(False, *_KEEP_OPTIMIZER)
+    resume: bool = option(False, "Go on with a run that was stopped.", "--resume")
+    force: bool = option(False, "Replace an earlier result, and discard an unfinished run.", "--force")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,32 +209,26 @@ class ScheduleOptions(_Checked):
     AdamW (0.9, 0.95), gradients clipped at 1. Norms, biases and cross-layer connections are not decayed.
     """
 
-    micro_batch: Annotated[
-        int | None, Option(help="Sequences per device and pass.  [default: all, or 16,384 tokens]")
-    ] = None
-    tokens: Annotated[
-        int | None, Option(parser=count, metavar="TOKENS", help="Of a run: 300k, 1.6B.  [default: 20 a parameter]")
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        Option("--learning-rate", "--lr", help="The highest.  [default: the size's; of compare --from: 5e-5]"),
-    ] = None
-    connection_learning_rate: Annotated[
-        float | None,
-        Option(help="Of coefficients.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
-    ] = None
-    gate_learning_rate: Annotated[float | None, Option(help="Of gates and queries.  [default: --learning-rate]")] = None
-    table_learning_rate: Annotated[
-        float | None, Option(help="Of value embeddings.  [default: --learning-rate; nanochat: 19 times it]")
-    ] = None
-    embedding_learning_rate: Annotated[
-        float | None, Option(help="Of the token embedding, then not decayed.  [default: --learning-rate]")
-    ] = None
-    warmup: Annotated[float, Option(help="Share of the steps, or how many.")] = 0.05
-    schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
-    decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
-    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
-    evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
+    micro_batch: int | None = option(None, "Sequences per device and pass.  [default: all, or 16,384 tokens]")
+    tokens: int | None = option(None, "Of a run: 300k, 1.6B.  [default: 20 a parameter]", **_TOKENS)
+    learning_rate: float | None = option(
+        None, "The highest.  [default: the size's; of compare --from: 5e-5]", "--learning-rate", "--lr"
+    )
+    connection_learning_rate: float | None = option(
+        None, "Of coefficients.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"
+    )
+    gate_learning_rate: float | None = option(None, "Of gates and queries.  [default: --learning-rate]")
+    table_learning_rate: float | None = option(
+        None, "Of value embeddings.  [default: --learning-rate; nanochat: 19 times it]"
+    )
+    embedding_learning_rate: float | None = option(
+        None, "Of the token embedding, then not decayed.  [default: --learning-rate]"
+    )
+    warmup: float = option(0.05, "Share of the steps, or how many.")
+    schedule: str = option("cosine", "cosine, constant, or wsd: down in the last --decay of the steps.")
+    decay: float = option(0.2, "Share of the steps, with --schedule wsd.")
+    weight_decay: float = option(0.1, "Of matrices; never of connections.")
+    evaluations: int = option(10, "Evaluations in a run, at even intervals; each saves a checkpoint.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,24 +242,22 @@ class ScheduleOptions(_Checked):
 class FinetuneOptions(RunOptions):
     """Options of `resformer finetune`."""
 
-    model: Annotated[str, Argument(help="A checkpoint folder or a Hub id.")]
-    output: Annotated[str, Argument(help="The folder to write; new or empty.")]
-    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None
-    epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
-    block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
-    separate_documents: SeparateDocuments = True
-    batch: Annotated[int, Option(help="Sequences per device and pass.")] = 8
-    accumulate: Annotated[int, Option(help="Passes per step.")] = 1
-    learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Of the backbone.")] = 5e-5
-    connection_learning_rate: Annotated[float, Option(help="Of the cross-layer connections.")] = 3e-4
-    truncate: Annotated[bool, Option("--truncate", help="Cut chats that are longer than --block.")] = False
-    train: Annotated[str, Option(help="all parameters, or connections: those that connections add.")] = "all"
-    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: float32]")] = None
-    tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
-    trainer: Annotated[
-        dict[str, Any], Option("--set", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
-    ] = field(default_factory=dict)
-    dry_run: Annotated[bool, Option("--dry-run", help="Pack the data, measure one step; write nothing.")] = False
+    model: str = argument("A checkpoint folder or a Hub id.")
+    output: str = argument("The folder to write; new or empty.")
+    steps: int | None = option(None, "Optimizer steps.")
+    epochs: float | None = option(None, "Passes over the data.  [default: 1]")
+    block: int | None = option(None, "Tokens per sequence.  [default: 1024, or all positions]")
+    separate_documents: bool = option(True, *_SEPARATE_DOCUMENTS)
+    batch: int = option(8, "Sequences per device and pass.")
+    accumulate: int = option(1, "Passes per step.")
+    learning_rate: float = option(5e-5, "Of the backbone.", "--learning-rate", "--lr")
+    connection_learning_rate: float = option(3e-4, "Of the cross-layer connections.")
+    truncate: bool = option(False, "Cut chats that are longer than --block.", "--truncate")
+    train: str = option("all", "all parameters, or connections: those that connections add.")
+    save_dtype: str | None = option(None, "Of the weights as saved.  [default: float32]")
+    tokenizer: str | None = option(None, "Checkpoint with the tokenizer.  [default: MODEL]")
+    trainer: dict[str, Any] = option({}, "Any field of TrainingArguments; repeatable.", "--set", metavar="NAME=VALUE")
+    dry_run: bool = option(False, "Pack the data, measure one step; write nothing.", "--dry-run")
     branch: str | None = None  # the folder of a run that this one goes on from
     rates: dict[str, float] | None = None  # of each kind of connections' parameters: see `optimizer.CONNECTIONS`
 
@@ -282,31 +283,23 @@ class FinetuneOptions(RunOptions):
         return {name: value for name, value in asdict(self).items() if name not in ("resume", "force", "dry_run")}
 
 
-Backbone = Annotated[
-    str | None,
-    Option(metavar="FAMILY|CONFIG.JSON", help="The decoder of another family, qwen3_moe for one.  [default: ours]"),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class NewOptions(DataOptions):
     """What `resformer new` takes."""
 
-    output: Annotated[str, Argument(help="The folder to write; new or empty.")]
-    size: Annotated[str, Option(help="tiny, 10m, 82m, 180m, 320m or 468m, with :FIELD=VALUE... or without.")] = "tiny"
-    method: Annotated[str, Option(help="A named method: see `resformer methods`. Or FILE.py:NAME.")] = "resformer"
-    backbone: Backbone = None
-    tokenizer: Annotated[
-        str | None,
-        Option(help="bytes; bpe:N, trained on --data; folder; Hub id.  [default: of --data, or bpe:4096, bpe:32768]"),
-    ] = None
-    block: Annotated[int | None, Option(help="Tokens a sequence.  [default: 512 up to 10m, else 2048]")] = None
-    fields: Annotated[
-        dict[str, Any],
-        Option("--set", metavar="FIELD=VALUE", help="A field of ResFormerConfig, or the backbone's; repeatable."),
-    ] = field(default_factory=dict)
-    seed: Annotated[int, Option(help="Of the random numbers.")] = 0
-    force: Annotated[bool, Option("--force", help="Replace an earlier result.")] = False
+    output: str = argument("The folder to write; new or empty.")
+    size: str = option("tiny", "tiny, 10m, 82m, 180m, 320m or 468m, with :FIELD=VALUE... or without.")
+    method: str = option("resformer", "A named method: see `resformer methods`. Or FILE.py:NAME.")
+    backbone: str | None = option(None, _BACKBONE, metavar="FAMILY|CONFIG.JSON")
+    tokenizer: str | None = option(
+        None, "bytes; bpe:N, trained on --data; folder; Hub id.  [default: of --data, or bpe:4096, bpe:32768]"
+    )
+    block: int | None = option(None, "Tokens a sequence.  [default: 512 up to 10m, else 2048]")
+    fields: dict[str, Any] = option(
+        {}, "A field of ResFormerConfig, or the backbone's; repeatable.", "--set", metavar="FIELD=VALUE"
+    )
+    seed: int = option(0, "Of the random numbers.")
+    force: bool = option(False, "Replace an earlier result.", "--force")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -317,65 +310,55 @@ class NewOptions(DataOptions):
 class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     """What `resformer pretrain` takes."""
 
-    batch_tokens: Annotated[
-        int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
-    ] = None
-    separate_documents: SeparateDocuments = True
-    start: Annotated[
-        str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
-    ] = None
-    held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
-    keep_optimizer: KeepOptimizer = True
-    trainer: Annotated[
-        dict[str, Any], Option("--trainer", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
-    ] = field(default_factory=dict)
+    batch_tokens: int | None = option(None, "A step's.  [default: follows from the size]", **_TOKENS)
+    separate_documents: bool = option(True, *_SEPARATE_DOCUMENTS)
+    start: str | None = option(None, "Go on from the last step of this OUTPUT, which had a constant rate.", "--from")
+    held_out: float = option(0.01, "Share of the documents to evaluate on; 0: none.")
+    keep_optimizer: bool = option(True, *_KEEP_OPTIMIZER)
+    trainer: dict[str, Any] = option(
+        {}, "Any field of TrainingArguments; repeatable.", "--trainer", metavar="NAME=VALUE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions(DataOptions):
     """What `resformer tokenize` takes."""
 
-    data: Annotated[list[str], Argument(help="Files, folders, Hub ids, standard-library.")]
-    output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
-    tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
-    parse_special: ParseSpecial = False
-    workers: Annotated[int, Option(help="Processes.")] = 1
-    tokens_per_file: Annotated[
-        int, Option(parser=count, metavar="TOKENS", help="Of a file.  [default: 64M]", show_default=False)
-    ] = 64_000_000
-    held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
+    data: list[str] = argument("Files, folders, Hub ids, standard-library.")
+    output: str = argument("The folder to write, or to go on with.")
+    tokenizer: str = option(..., "bytes; bpe:N, trained on DATA; folder or Hub id.")
+    parse_special: bool = option(False, *_PARSE_SPECIAL)
+    workers: int = option(1, "Processes.")
+    tokens_per_file: int = option(64_000_000, "Of a file.  [default: 64M]", **_TOKENS, show_default=False)
+    held_out: float = option(0.01, "Share of the documents to evaluate on.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(ScheduleOptions, DataOptions):
     """What `resformer compare` takes; what is not said follows from the size, as in `pretrain`."""
 
-    output: Annotated[str, Argument(help="The folder of the study; new, empty, or one to go on with.")]
-    data: Annotated[list[str], Option(help="As of finetune; repeatable.  [default: standard-library]")] = field(
-        default_factory=list
+    output: str = argument("The folder of the study; new, empty, or one to go on with.")
+    data: list[str] = option([], "As of finetune; repeatable.  [default: standard-library]")
+    methods: list[str] = option(
+        ["resformer,denseformer,svformer"],
+        "NAME or FILE.py:NAME, [:FIELD=VALUE...], separated by commas; transformer is always one.",
     )
-    methods: Annotated[
-        list[str],
-        Option(help="NAME or FILE.py:NAME, [:FIELD=VALUE...], separated by commas; transformer is always one."),
-    ] = field(default_factory=lambda: ["resformer,denseformer,svformer"])
-    baseline: Annotated[str | None, Option(help="What is compared with.  [default: the first transformer]")] = None
-    start: Annotated[str | None, Option("--from", help="Continue this checkpoint, converted to each method.")] = None
-    backbone: Backbone = None
-    sizes: Annotated[
-        list[str], Option("--sizes", "--size", help="As --size of pretrain; commas between.  [default: tiny]")
-    ] = field(default_factory=list)
-    seeds: Annotated[int, Option(help="Paired runs of each method.")] = 3
-    first_seed: Annotated[int, Option(min=0, help="The first run's; the others count on from it.")] = 0
-    steps: Annotated[int | None, Option(help="Of each run.  [default: those of --tokens]")] = None
-    batch: Annotated[int | None, Option(help="Sequences per step.  [default: the size's; --from: 8]")] = None
-    tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
-    block: Annotated[int, Option(help="Tokens per sequence.")] = 512
-    parse_special: ParseSpecial = False
-    separate_documents: SeparateDocuments = True
-    bf16: Bf16 = None
-    held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
-    held_out_blocks: Annotated[int, Option(help="The most that is evaluated on before a run's end.")] = 128
-    save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
+    baseline: str | None = option(None, "What is compared with.  [default: the first transformer]")
+    start: str | None = option(None, "Continue this checkpoint, converted to each method.", "--from")
+    backbone: str | None = option(None, _BACKBONE, metavar="FAMILY|CONFIG.JSON")
+    sizes: list[str] = option([], "As --size of pretrain; commas between.  [default: tiny]", "--sizes", "--size")
+    seeds: int = option(3, "Paired runs of each method.")
+    first_seed: int = option(0, "The first run's; the others count on from it.", min=0)
+    steps: int | None = option(None, "Of each run.  [default: those of --tokens]")
+    batch: int | None = option(None, "Sequences per step.  [default: the size's; --from: 8]")
+    tokenizer: str | None = option(None, "As of pretrain.  [default: bpe:4096, or the checkpoint's]")
+    block: int = option(512, "Tokens per sequence.")
+    parse_special: bool = option(False, *_PARSE_SPECIAL)
+    separate_documents: bool = option(True, *_SEPARATE_DOCUMENTS)
+    bf16: bool | None = option(None, *_BF16)
+    held_out: float = option(0.02, "Share of the documents of --data to evaluate on.")
+    held_out_blocks: int = option(128, "The most that is evaluated on before a run's end.")
+    save_models: bool = option(False, "Keep the models of the first seed.", "--save-models")
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.tokens is not None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,13 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from resformer.training.data import MASKS, DataError, content, is_row_held_out, reading_source
 from resformer.version import __version__
 
-#: Passes over the same text that teach about as much as new text would, arXiv 2305.16264.
-MANY_PASSES = 4
 _TOKENS = Features({"input_ids": List(Value("int32"))})
 _EMPTY = _TOKENS.arrow_schema.empty_table()
 
@@ -63,10 +61,8 @@ class PackedBlocks(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         begin = int(self.begins[index])
-        chunks, ends = self._chunks
-        first, last = np.searchsorted(ends, (begin, begin + self.block - 1), "right")  # `slice` would go through them
-        within = pa.chunked_array(chunks[first : last + 1]).slice(begin - ends[first] + len(chunks[first]), self.block)
-        ids = torch.from_numpy(within.to_numpy().astype("int64"))
+        block = self._table.fast_slice(begin, self.block)  # pyarrow's own `slice` goes through all chunks
+        ids = torch.from_numpy(block["tokens"].to_numpy().astype("int64"))
         labels, ids = ids.masked_fill(ids < 0, -100), torch.where(ids < 0, -1 - ids, ids)
         if not self.separate:
             return {"input_ids": ids, "labels": labels}
@@ -82,9 +78,8 @@ class PackedBlocks(torch.utils.data.Dataset):
         }
 
     @cached_property
-    def _chunks(self) -> tuple[list[pa.Array], np.ndarray]:
-        """The chunks of `tokens`, and where each ends."""
-        return self.tokens.chunks, np.cumsum([len(chunk) for chunk in self.tokens.chunks])
+    def _table(self) -> InMemoryTable:
+        return InMemoryTable(pa.table({"tokens": self.tokens}))
 
     @cached_property
     def digest(self) -> str:
@@ -163,16 +158,6 @@ class RunBlocks(torch.utils.data.Dataset):
         return dict(zip(self._sizes, zip(tokens, passes.round(3).tolist(), strict=True), strict=True))
 
 
-def warn_of_passes(source: str, passes: float) -> None:
-    """Warns if text is read so often that it teaches less than new text would."""
-    if passes > MANY_PASSES:
-        warnings.warn(
-            f"{source}: is read {passes:.3g} times. Beyond {MANY_PASSES} passes, text teaches less and less (arXiv "
-            "2305.16264): use more text, a smaller weight or a shorter training.",
-            stacklevel=2,
-        )
-
-
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
     """Bytes of text per label, special tokens counted; a loss in nats per token over this and ln 2 is in bits per byte.
 
@@ -236,7 +221,7 @@ def pack_documents(
     """Packs documents back to back; of either side the tail alone is lost.
 
     A document begins with the beginning-of-sequence token if the tokenizer itself adds one, and ends with the
-    end-of-sequence token. Tokens are cached, and read from the disk. Chats are packed whole: see `ChatTrainer`.
+    end-of-sequence token. Tokens are cached, and read from the disk. Chats are packed whole: see `pack_chats`.
 
     Args:
         held_out: the share of documents that is held out, of all sources; 0: none.
@@ -295,10 +280,8 @@ def _is_on_side(row: Mapping[str, Any], share: float, wanted: bool) -> bool:
 def has_labels(table: pa.Table) -> np.ndarray:
     """Of each document, whether one of its tokens is learned."""
     counts = pc.list_value_length(table["input_ids"]).to_numpy()
-    learned = pc.greater_equal(pc.list_flatten(table["input_ids"]), 0).to_numpy().astype(np.int64)
-    ends = counts.cumsum()
-    sums = np.concatenate([[0], learned.cumsum()])
-    return sums[ends] > sums[ends - counts]
+    learned = pc.greater_equal(pc.list_flatten(table["input_ids"]), 0).to_numpy()
+    return np.bincount(np.repeat(np.arange(len(counts)), counts)[learned], minlength=len(counts)) > 0
 
 
 def whole_blocks(table: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
@@ -321,12 +304,10 @@ def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer
         with reading_source(source):
             rows = [content(row) for row in islice(part, 16)]
         text = "\n".join(map(str, rows))
-        if spelt := sorted(
-            (token for token in specials if token in text), key=len, reverse=True
-        ):  # one may begin another
+        if spelt := max((token for token in specials if token in text), key=len, default=""):  # one may begin another
             how = "is read as text; --parse-special makes it a token"
             how = how if isinstance(rows[0], str) else "is read as that token, as chat templates do"
-            notes.append(f"{source}: {spelt[0]} in its text {how}")
+            notes.append(f"{source}: {spelt} in its text {how}")
     return notes
 
 

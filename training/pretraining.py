@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Tra
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.convert.connected_families import with_connections
+from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
-from resformer.training.flops import active_parameters, meta_model, training_flops
-from resformer.training.log import TrainingLog, last_checkpoint
+from resformer.training.flops import active_parameters, training_flops
 from resformer.training.optimizer import COEFFICIENTS, EMBEDDINGS, GATES, TABLES, scratch_rates
 from resformer.training.options import (
     BEGUN,
@@ -27,9 +27,8 @@ from resformer.training.options import (
 )
 from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, schedule_arguments
-from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import untrained, write_untrained
+from resformer.training.trainer import RecipeTrainer, TrainingLog, last_checkpoint
+from resformer.training.untrained import budget, schedule_arguments, untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 

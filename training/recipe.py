@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -43,24 +44,32 @@ from resformer.convert.connections import read_connections, write_connections
 from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
-from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
+from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, coefficients, weights_have_changed
 from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
-from resformer.training.log import LOG, LossGuard, last_checkpoint
 from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
-from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
+from resformer.training.packing import pack_documents, spelt_specials
 from resformer.training.report import FinetuneReport, perplexity, record_origin
-from resformer.training.sizes import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, SettingsAreSaved
+from resformer.training.trainer import (
+    LOG,
+    Bar,
+    EvaluationLines,
+    LossGuard,
+    RecipeTrainer,
+    SettingsAreSaved,
+    last_checkpoint,
+)
+from resformer.training.untrained import why_not_trained
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
+_MANY_PASSES = 4  # over the same text, which teach about as much as new text would, arXiv 2305.16264
 _OF_A_STEP = ("batch", "accumulate", "processes")
 #: Options and fields of `TrainingArguments` that may be others where a run goes on: they change no step, or are
 #: compared as what they come to.
@@ -96,9 +105,8 @@ def finetune_checkpoint(
     """
     arguments = _training_arguments(options)
     first, unfinished = arguments.process_index == 0, options.unfinished
-    with locked(beside(unfinished, "lock")) if first and not options.dry_run else nullcontext(True) as free:
-        if not free:
-            raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
+    busy = f"{options.output}: another process is training it; wait for it, or choose another."
+    with locked(beside(unfinished, "lock"), busy=busy) if first and not options.dry_run else nullcontext():
         begun = {**options.run, "processes": arguments.world_size}
         force = options.force or (options.resume and (unfinished / BEGUN).is_file())  # or as a run that goes on
         if first:
@@ -124,7 +132,7 @@ def finetune_checkpoint(
             held_out_documents=sum(blocks.held_out_documents.values()),
             held_out_by_source=dict(blocks.held_out_documents),
             processes=arguments.world_size,
-            notes=trainer.notes,
+            notes=[*trainer.notes],
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
         )
@@ -135,7 +143,12 @@ def finetune_checkpoint(
                 tqdm.write(note, file=sys.stderr)
             for source, passes in report.passes.items():
                 tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
-                warn_of_passes(source, passes)
+                if passes > _MANY_PASSES:
+                    warnings.warn(
+                        f"{source}: is read {passes:.3g} times. Beyond {_MANY_PASSES} passes, text teaches less and "
+                        "less (arXiv 2305.16264): use more text, a smaller weight or a shorter training.",
+                        stacklevel=2,
+                    )
             begun["weights"] = [digest_of_weights(options.model)]
             _check_unfinished(options, begun)
         if options.dry_run:
@@ -200,28 +213,32 @@ def build_trainer(
             for sources in (options.sources, options.held_out_data)
         )
     sequences = arguments.train_batch_size * options.accumulate * arguments.world_size
-    pack = partial(
-        pack_documents,
-        documents,
-        tokenizer,
-        block=block,
-        held_out=0.0 if held_out else options.held_out,
-        held_out_blocks=options.held_out_blocks,
-        held_out_data=held_out,
-        separate=options.separate_documents,
-        seed=options.seed,
-        weights=weighted_sources(options.data)[1],
-        length=lambda one_pass: sequences * (options.steps or math.ceil((options.epochs or 1) * one_pass / sequences)),
-        parse_special=options.parse_special,
-    )
-    chats = [part for part in (*documents.values(), *held_out.values()) if "chat" in part.column_names]
-    if chats:
+    notes = [*documents.notes, *held_out.notes]
+    chats = None
+    if any("chat" in part.column_names for part in (*documents.values(), *held_out.values())):
         require("trl", "train")
         if not options.separate_documents:
             raise ValueError("Chats of a sequence are kept apart from each other: leave --join-documents out.")
-    else:
-        with arguments.main_process_first(desc="packing"):
-            blocks = pack()
+        from resformer.training.chats import pack_chats
+
+        chats = partial(pack_chats, tokenizer=tokenizer, block=block, truncate=options.truncate, notes=notes)
+    with arguments.main_process_first(desc="packing"):
+        blocks = pack_documents(
+            documents,
+            tokenizer,
+            block=block,
+            held_out=0.0 if held_out else options.held_out,
+            held_out_blocks=options.held_out_blocks,
+            held_out_data=held_out,
+            separate=options.separate_documents,
+            seed=options.seed,
+            weights=weighted_sources(options.data)[1],
+            length=lambda one_pass: (
+                sequences * (options.steps or math.ceil((options.epochs or 1) * one_pass / sequences))
+            ),
+            parse_special=options.parse_special,
+            chats=chats,
+        )
 
     torch.manual_seed(options.seed)
     model = _model(options.model, torch.float32, attn_implementation=options.attn_implementation)
@@ -232,33 +249,21 @@ def build_trainer(
         parameter.requires_grad_(name in trained)
     if has_weights_of_base := options.train == "connections" and _has_weights_of_base(options, model):
         model.config.base_model = {**model.config.base_model, "checksums": checksums(model)}
-    notes = [*documents.notes, *held_out.notes]
     notes += [] if options.parse_special else spelt_specials({**documents, **held_out}, tokenizer)
     muon = (options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None
     notes += [] if muon is None else [check_muon(model)]
-    common: dict[str, Any] = {
-        "model": model,
-        "data_collator": default_data_collator,
-        "processing_class": tokenizer,  # saved with each checkpoint
-        "callbacks": [*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
-        "connection_learning_rate": options.rates or options.connection_learning_rate,
-        "muon_learning_rate": muon,
-    }
-    trainer: RecipeTrainer
-    if chats:
-        from trl import SFTConfig
-
-        from resformer.training.chats import ChatTrainer
-
-        arguments = _training_arguments(options, SFTConfig)
-        common |= {"pack": pack, "block": block, "truncate": options.truncate, "chats": chats[0]}
-        trainer = ChatTrainer(args=arguments, **common)
-    else:
-        held = blocks.held_out if len(blocks.held_out) else None
-        trainer = RecipeTrainer(args=arguments, train_dataset=blocks.train, eval_dataset=held, **common)
-        trainer.blocks = blocks
-    trainer.notes = [*notes, *trainer.notes]
-    trainer.has_weights_of_base = has_weights_of_base
+    trainer = RecipeTrainer(
+        model=model,
+        args=arguments,
+        data_collator=default_data_collator,
+        train_dataset=blocks.train,
+        eval_dataset=blocks.held_out if len(blocks.held_out) else None,
+        processing_class=tokenizer,  # saved with each checkpoint
+        callbacks=[*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
+        connection_learning_rate=options.rates or options.connection_learning_rate,
+        muon_learning_rate=muon,
+    )
+    trainer.blocks, trainer.notes, trainer.has_weights_of_base = blocks, notes, has_weights_of_base
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
@@ -375,9 +380,7 @@ def uses_bf16(asked: bool | None) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else cpu_has_bf16()
 
 
-def _training_arguments(
-    options: FinetuneOptions, kind: type[TrainingArguments] = TrainingArguments
-) -> TrainingArguments:
+def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
     fixed: dict[str, Any] = {
         "output_dir": str(options.unfinished),
@@ -425,7 +428,7 @@ def _training_arguments(
         if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
             given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        return kind(**{**defaults, **given, **fixed})
+        return TrainingArguments(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
 

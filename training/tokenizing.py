@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from resformer.errors import CheckpointError, OutputError, first_names
+from resformer.errors import CheckpointError, first_names
 from resformer.files import check_apart, locked, replace_text, replacing, writing
 from resformer.record import file_digest
-from resformer.training.data import INDEX, MASKS, DataError, Documents, load_documents, reading_source, source_digest
+from resformer.training.data import INDEX, MASKS, DataError, load_documents, reading_source, source_digest
 from resformer.training.options import TokenizeOptions, read_begun, refuse_other
 from resformer.training.packing import document_ends, spelt_specials, tokenise
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
@@ -48,9 +48,7 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any]:
     """
     output, record = Path(options.output), Path(options.output, "plan.json")
     check_apart(output, *options.data, options.tokenizer)
-    with locked(output / _LOCK) as free:
-        if not free:
-            raise OutputError(f"{output}: another process is writing it.")
+    with locked(output / _LOCK, busy=f"{output}: another process is writing it."):
         plan = {name: value for name, value in asdict(options).items() if name not in ("output", "workers")}
         # Of a changed source, documents would be read twice, and others not at all.
         digests = {f"digest of {source}": source_digest(source) for source in options.data}
@@ -68,9 +66,11 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any]:
             **plan,
             "data": [Path(source).name if Path(source).exists() else source for source in options.data],
             "vocabulary": len(tokenizer),
-            **{side: _sums(state["files"], side) for side in _SIDES},
-            "files": state["files"],
         }
+        for side in _SIDES:
+            files = [file for file in state["files"] if file["name"].startswith(side)]
+            index[side] = {what: sum(file[what] for file in files) for what in ("documents", "tokens", "bytes")}
+        index["files"] = state["files"]
         replace_text(output / INDEX, json.dumps(index, indent=2) + "\n")
         return index
 
@@ -80,17 +80,13 @@ def _begin(options: TokenizeOptions) -> PreTrainedTokenizerBase:
     output = Path(options.output)
     if any(path.name not in (_LOCK, TOKENIZER) for path in output.iterdir()):
         raise CheckpointError(f"{output}: is not empty, and was not written by `resformer tokenize`.")
-    documents = _documents(options)
+    documents = load_documents(options.data, **options.reading, streaming=True)
     tokenizer = make_tokenizer(options.tokenizer, documents, options.held_out)
     for note in [*documents.notes, *([] if options.parse_special else spelt_specials(documents, tokenizer))]:
         tqdm.write(note, file=sys.stderr)
     with replacing(output / TOKENIZER, made_by="tokenize", force=True) as folder:
         save_tokenizer(tokenizer, folder)
     return tokenizer
-
-
-def _documents(options: TokenizeOptions) -> Documents:
-    return load_documents(options.data, **options.reading, streaming=True)
 
 
 def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> None:
@@ -133,11 +129,6 @@ def _write_file(path: Path, table: pa.Table) -> dict[str, Any]:
     return {"name": path.name, **sizes, "sha256": file_digest(path)}
 
 
-def _sums(files: list[dict[str, Any]], side: str) -> dict[str, int]:
-    of_side = [file for file in files if file["name"].startswith(side)]
-    return {what: sum(file[what] for file in of_side) for what in ("documents", "tokens", "bytes")}
-
-
 def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, pa.Table], Any]]:
     """Tables of the batches, in order, each with the state of the reader after it; few are in work at a time."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process uses one core
@@ -158,7 +149,8 @@ def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, p
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:
     """Batches of documents, with the state after each: the number of the source, and its reader's."""
     first, place = start or (0, None)
-    for number, (source, documents) in enumerate(_documents(options).items()):
+    sources = load_documents(options.data, **options.reading, streaming=True)
+    for number, (source, documents) in enumerate(sources.items()):
         if number < first:
             continue
         if number == first and place is not None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from resformer.commands import conversion, general, measuring, sharing, training  # noqa: F401
+from resformer.commands import conversion, general, training  # noqa: F401
 from resformer.commands.terminal import app
 
 

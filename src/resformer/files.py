@@ -97,14 +97,19 @@ def folder_above(target: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether no other process holds this file, which is held until the block ends, or the process is killed."""
+def locked(path: Path, *, wait: bool = False, busy: str = "") -> Iterator[bool]:
+    """Whether no other process holds this file, which is held until the block ends, or the process is killed.
+
+    Raises `OutputError` with the words of `busy`, if there are any, where another process does.
+    """
     absent = [parent for parent in path.parents if not parent.exists()]
     lock = FileLock(path)
     try:
         with writing(path), suppress(Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=-1 if wait else 0)
+        if busy and not lock.is_locked:
+            raise OutputError(busy)
         yield lock.is_locked
     finally:
         with suppress(OSError):  # an interrupt may have come after the file was made and before it was locked
@@ -135,9 +140,7 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
         _bring_back(target)
         _remove_folder(old)
 
-    with locked(lock_file) as free:
-        if not free:
-            raise OutputError(f"{target}: another process is writing there; wait for it.")
+    with locked(lock_file, busy=f"{target}: another process is writing there; wait for it."):
         try:
             settle()
             with writing(partial):

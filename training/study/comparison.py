@@ -18,13 +18,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import METHODS
 from resformer.convert.connected_families import cache_size
+from resformer.convert.connections import meta_model
 from resformer.convert.retrofitting import retrofit
 from resformer.environment import describe_environment
-from resformer.errors import CheckpointError, OutputError
+from resformer.errors import CheckpointError
 from resformer.files import beside, json_value, locked, replace_text, replacing
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
-from resformer.training.flops import meta_model, training_flops
-from resformer.training.log import LOG, LossIsLost, TrainingLog
+from resformer.training.flops import training_flops
 from resformer.training.optimizer import COEFFICIENTS
 from resformer.training.options import (
     BEGUN,
@@ -41,12 +41,11 @@ from resformer.training.options import (
 from resformer.training.packing import bytes_per_token, pack_documents
 from resformer.training.pretraining import pretrain, pretrain_plan
 from resformer.training.recipe import digest_of_weights, finetune_checkpoint, uses_bf16
-from resformer.training.sizes import known_fields, schedule_arguments, scratch_config, with_fields
 from resformer.training.study.plot import check_packages, plot
-from resformer.training.study.record import add_line, joined
-from resformer.training.study.report import report_of
+from resformer.training.study.report import add_line, joined, report_of
 from resformer.training.tokenizers import make_tokenizer
-from resformer.training.trainer import RecipeTrainer
+from resformer.training.trainer import LOG, LossIsLost, RecipeTrainer, TrainingLog
+from resformer.training.untrained import known_fields, schedule_arguments, scratch_config, with_fields
 
 #: In the output of `compare`: what was trained on what, and every run.
 RECORD = "runs.jsonl"
@@ -93,9 +92,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare trains one run after another, on one device: start it without a launcher.")
     output, record = Path(options.output), Path(options.output, RECORD)
-    with locked(beside(output, "lock")) as free:
-        if not free:
-            raise OutputError(f"{output}: another process is at work on this study; wait for it.")
+    with locked(beside(output, "lock"), busy=f"{output}: another process is at work on this study; wait for it."):
         _, runs = _prepared(options, output / _STARTS, command)
         for run in runs:
             study, finished = joined(record)

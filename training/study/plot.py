@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from resformer.environment import install_hint
-from resformer.training.study.table import Run, paired_difference
+from resformer.training.study.report import Run, paired_difference
 
 _FEW = 6  # so many intervals can be told apart in one panel
 

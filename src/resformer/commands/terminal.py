@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import metadata
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, isgeneratorfunction, signature
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -25,6 +25,7 @@ from typer.models import ArgumentInfo
 
 from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
 from resformer.own_files import import_connections
+from resformer.training.options import TYPED
 from resformer.version import __version__
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -68,6 +69,8 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 COMMANDS_NEED = (5, 23)
 #: Settings of a command that passes on what it is given.
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
+#: And whose help is that of the other command line, too.
+HANDED_OVER: dict[str, Any] = {"context_settings": ANYTHING, "add_help_option": False}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -90,10 +93,9 @@ def _common(
     ] = None,
 ) -> None:
     _options["traceback"] = traceback
-    if import_:
+    for file in import_ or ():
         with reporting_errors():
-            for file in import_:
-                import_connections(file.expanduser())
+            import_connections(file.expanduser())
 
 
 def check_transformers() -> None:
@@ -132,7 +134,7 @@ def reporting_errors(
             before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun or accelerate has started
+        if is_first_process():
             echo(f"Interrupted. {interrupted.format(command=own_command(leave_out='--resume'))}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
@@ -149,6 +151,11 @@ def reporting_errors(
         warnings.formatwarning = shown
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun or accelerate has started, which would all print the same."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
@@ -184,69 +191,70 @@ def json_or_text(value: Any) -> Any:
         return value
 
 
-def takes(
-    options: type, interrupted: str = "Nothing was left behind; run the command again."
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the fields of a dataclass, each annotated with what Typer needs, in place of its first parameter.
+def command(
+    panel: str,
+    example: str,
+    interrupted: str = "Nothing was left behind; run the command again.",
+    *,
+    any_transformers: bool = False,
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a command of a function, which runs within `reporting_errors`; `settings` are those of `app.command`.
 
-    The function gets the dataclass, and runs within `reporting_errors`. A field of a mapping takes `name=value` pairs.
+    If the first parameter is a dataclass, what its fields declare with `option` and `argument` stands in its place. A
+    field of a mapping takes `name=value` pairs. A generator yields its report: with `--json` that is printed and is
+    all, else the generator goes on and prints rows.
     """
-    hints = {  # other fields are only for Python
-        name: hint
-        for name, hint in get_type_hints(options, include_extras=True).items()
-        if get_origin(hint) is Annotated
-    }
-    pairs = [name for name, hint in hints.items() if get_origin(hint.__origin__) is dict]
-    typed = {name: _as_typed(name, hint.__metadata__[0]) for name, hint in hints.items()}
-    parameters = []
-    for each in fields(options):
-        if each.name not in hints:
-            continue
-        hint, default = hints[each.name], each.default
-        if each.name in pairs:
-            hint = Annotated[list[str], *hint.__metadata__]
-        if each.default_factory is not MISSING:
-            default = list(each.default_factory())
-        default = Parameter.empty if default is MISSING else default
-        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = list(signature(function, eval_str=True).parameters.values())[1:]
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        own = list(signature(function, eval_str=True).parameters.values())
+        options: Any = own.pop(0).annotation if own and is_dataclass(own[0].annotation) else None
+        known = () if options is None else fields(options)
+        declared = {each.name: each.metadata[TYPED] for each in known if TYPED in each.metadata}
+        hints = get_type_hints(options) if declared else {}
+        pairs = [name for name in declared if get_origin(hints[name]) is dict]
+        hints |= dict.fromkeys(pairs, list[str])
+        every = [
+            Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+            *(Parameter(x, Parameter.KEYWORD_ONLY, default=declared[x], annotation=hints[x]) for x in declared),
+            *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own if each.name != "context"),
+        ]
+        if isgeneratorfunction(function):
+            every.append(Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=AsJson))
 
         @wraps(function)
-        def command(context: typer.Context, **values: Any) -> None:
-            with reporting_errors(interrupted):
-                more = {each.name: values.pop(each.name) for each in own}
+        def run(context: typer.Context, **values: Any) -> None:
+            with reporting_errors(interrupted, any_transformers):
+                more = {each.name: context if each.name == "context" else values.pop(each.name) for each in own}
+                as_json = values.pop("as_json", False)
                 for name in pairs:  # those of a file, and of the command line
-                    in_file = (context.default_map or {}).get(name, ())
-                    values[name] = assignments([*in_file, *values[name]])
+                    values[name] = assignments([*(context.default_map or {}).get(name, ()), *values[name]])
                 try:
-                    made = options(**values)
+                    first = [] if options is None else [options(**values)]
                 except ValueError as error:  # it names fields, and a user has typed options
-                    told = _FIELD.sub(lambda field: typed.get(field[0], field[0]), str(error))
-                    raise ValueError(told) from error
-                function(made, **more)
+                    raise ValueError(_FIELD.sub(lambda field: _as_typed(field[0], declared), str(error))) from error
+                for report in function(*first, **more) or ():
+                    if not is_first_process() or print_json(report, as_json):
+                        break
 
-        given = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        every = [given, *parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
-        command.__signature__ = Signature(every)  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in every}
-        return command
+        run.__signature__ = Signature(every)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in every}
+        return app.command(**listed(panel, example), **settings)(run)
 
     return decorate
 
 
-def example(panel: str, *commands: str) -> dict[str, Any]:
-    """Keyword arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
-    return {"rich_help_panel": panel, "epilog": "\n".join(["\b", "Example:", *(f"  {each}" for each in commands)])}
+def listed(panel: str, example: str) -> dict[str, Any]:
+    """Arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
+    return {"rich_help_panel": panel, "epilog": f"\b\nExample:\n  {example}"}
 
 
-def _as_typed(field: str, parameter: Any) -> str:
-    """How a command line gives a field: `--from`, or `OUTPUT` of an argument."""
-    declared = (parameter.default, *(parameter.param_decls or ()))  # Typer's first one is where a default would be
-    named = [name for name in declared if str(name).startswith("--")]
-    option = named[0].partition("/")[0] if named else f"--{field.replace('_', '-')}"
-    return field.upper() if isinstance(parameter, ArgumentInfo) else option
+def _as_typed(field: str, declared: Mapping[str, Any]) -> str:
+    """How a command line gives a field: `--from`, or `OUTPUT` of an argument; of another one, its name."""
+    if isinstance(parameter := declared.get(field), ArgumentInfo):
+        return field.upper()
+    option = next((name for name in getattr(parameter, "param_decls", None) or () if name.startswith("--")), None)
+    return field if parameter is None else (option or f"--{field.replace('_', '-')}").partition("/")[0]
 
 
 def hand_over(context: typer.Context, module: str) -> None:
@@ -290,18 +298,17 @@ def row(name: str, value: object) -> None:
 
 def size(count: float) -> str:
     """A number of bytes, from bytes to TB."""
-    unit = "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, larger
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+    if count < 1000:
+        return f"{count:,.0f} bytes"
+    power = next((power for power in (1, 2, 3) if count < 1000 ** (power + 1)), 4)
+    return f"{count / 1000**power:,.1f} {' kMGT'[power]}B"
 
 
 def print_json(report: Any, as_json: bool) -> bool:
     """Prints the warnings to stderr and, with `as_json`, the report to stdout; returns `as_json`."""
-    for warning in report.warnings:
+    for warning in getattr(report, "warnings", ()):
         echo(f"Warning: {one_line(warning, 4000)}", err=True)
     if as_json:
-        echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
+        values = report if isinstance(report, dict) else report.as_dict()
+        echo(json.dumps(values, indent=2, sort_keys=values is not report, default=str))
     return as_json

@@ -2,28 +2,28 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from resformer.commands.conversion import DryRun
+from resformer.commands.conversion import DRY_RUN
 from resformer.commands.terminal import (
-    ANYTHING,
+    HANDED_OVER,
     MEASURE,
     TRAIN,
-    AsJson,
     app,
+    command,
     echo,
-    example,
     hand_over,
     json_or_text,
+    listed,
     own_command,
     reporting_errors,
     row,
     size,
-    takes,
 )
 from resformer.errors import did_you_mean, one_line
 from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, StudyOptions, TokenizeOptions
@@ -69,6 +69,8 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+_GO_ON = "Go on from the last checkpoint with: {command} --resume"
+
 PlanAlone = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Config = Annotated[
     Path | None,
@@ -76,9 +78,8 @@ Config = Annotated[
 ]
 
 
-@app.command(**example(TRAIN, "resformer finetune smollm2-resformer finetuned --data notes.txt --sample-by line"))
-@takes(FinetuneOptions, "Go on from the last checkpoint with: {command} --resume")
-def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = False) -> None:
+@command(TRAIN, "resformer finetune smollm2-resformer finetuned --data notes.txt --sample-by line", _GO_ON)
+def finetune(options: FinetuneOptions, config: Config = None) -> Iterator[dict[str, Any]]:
     """Train a checkpoint further, all weights or the connections.
 
     Writes a checkpoint, metrics.json and a card.
@@ -93,15 +94,10 @@ def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = 
     if config is not None:
         check_apart(Path(options.output), config)
     report = finetune_checkpoint(options)
-    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
-        return
-    if as_json:
-        echo(json.dumps(asdict(report), indent=2, sort_keys=True, default=str))
-        return
-    training = f"{report.training_blocks:,} blocks"
+    yield asdict(report)
     trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
     row("model", f"{options.model}, {report.parameters:,} parameters{trained}")
-    row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
+    row("data", f"{report.training_blocks:,} blocks, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
     for source, count in report.held_out_by_source.items() if report.held_out_blocks else ():
         row("held out", f"{count:,} documents of {source}")
     for source, passes in report.passes.items():
@@ -127,23 +123,19 @@ def print_result(report: Any, output: str) -> None:
     row("wrote", output)
 
 
-@app.command(**example(TRAIN, "resformer new untrained --size 82m --method svformer --tokenizer bytes"))
-@takes(NewOptions)
+@command(TRAIN, "resformer new untrained --size 82m --method svformer --tokenizer bytes")
 def new(
     options: NewOptions,
     weights: Annotated[bool, typer.Option("--weights/--no-weights", help="Whether to write random weights.")] = True,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
+) -> Iterator[dict[str, Any]]:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
-    from resformer.training.flops import meta_model
+    from resformer.convert.connections import meta_model
     from resformer.training.untrained import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
     parameters = meta_model(config).num_parameters()
-    if as_json:
-        echo(json.dumps({**config.to_dict(), "parameters": parameters}, indent=2, sort_keys=True))
-        return
+    yield {**config.to_dict(), "parameters": parameters}
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {parameters:,} parameters")
     row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
@@ -151,9 +143,12 @@ def new(
     row("would write" if dry_run else "wrote", options.output)
 
 
-@app.command(**example(TRAIN, "resformer tokenize notes.txt tokens --tokenizer bytes --sample-by line --workers 4"))
-@takes(TokenizeOptions, "Give the command again to go on.")
-def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
+@command(
+    TRAIN,
+    "resformer tokenize notes.txt tokens --tokenizer bytes --sample-by line --workers 4",
+    "Give the command again to go on.",
+)
+def tokenize(options: TokenizeOptions) -> Iterator[dict[str, Any]]:
     """Write documents as files of token ids, for --data.
 
     A run that was stopped goes on when the command is given again.
@@ -161,20 +156,15 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
     from resformer.training.tokenizing import tokenize as run
 
     index = run(options)
-    if as_json:
-        echo(json.dumps(index, indent=2))
-        return
+    yield index
     for side in ("train", "validation"):
         sums = index[side]
         row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
     row("wrote", options.output)
 
 
-@app.command(**example(TRAIN, "resformer pretrain model --size tiny --data notes.txt --tokens 2M --dry-run"))
-@takes(PretrainOptions, "Go on from the last checkpoint with: {command} --resume")
-def pretrain(
-    options: PretrainOptions, config: Config = None, dry_run: PlanAlone = False, as_json: AsJson = False
-) -> None:
+@command(TRAIN, "resformer pretrain model --size tiny --data notes.txt --tokens 2M --dry-run", _GO_ON)
+def pretrain(options: PretrainOptions, config: Config = None, dry_run: PlanAlone = False) -> Iterator[dict[str, Any]]:
     """Train a model from scratch.
 
     The size decides shape, tokens, batch and learning rate, and each can be set.
@@ -183,16 +173,8 @@ def pretrain(
     from resformer.training.pretraining import plan_pretraining
     from resformer.training.pretraining import pretrain as run
 
-    if dry_run:
-        plan, report = plan_pretraining(options), None
-    else:
-        plan, report = run(options)
-    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
-        return
-    if as_json:
-        facts = {"plan": asdict(plan), **({} if report is None else asdict(report))}
-        echo(json.dumps(facts, indent=2, default=str))
-        return
+    plan, report = (plan_pretraining(options), None) if dry_run else run(options)
+    yield {"plan": asdict(plan), **({} if report is None else asdict(report))}
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
     each = plan.tokens / plan.plain_parameters
@@ -210,9 +192,8 @@ def pretrain(
 
 
 @app.command(
-    context_settings=ANYTHING,
-    add_help_option=False,
-    **example(TRAIN, "resformer trl sft --model_name_or_path smollm2-resformer --dataset_name chats --use_peft"),
+    **listed(TRAIN, "resformer trl sft --model_name_or_path smollm2-resformer --dataset_name chats --use_peft"),
+    **HANDED_OVER,
 )
 def trl(context: typer.Context) -> None:
     """Run TRL's scripts (sft, dpo, grpo, ...) on these models.
@@ -222,11 +203,12 @@ def trl(context: typer.Context) -> None:
     hand_over(context, "resformer.trl")
 
 
-@app.command(
-    **example(MEASURE, "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run")
+@command(
+    MEASURE,
+    "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run",
+    "Finished runs are kept. Go on with: {command}",
 )
-@takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
-def compare(options: StudyOptions, dry_run: PlanAlone = False, as_json: AsJson = False) -> None:
+def compare(options: StudyOptions, dry_run: PlanAlone = False) -> Iterator[dict[str, Any]]:
     """Train methods under one budget and compare their losses.
 
     Runs are those of `pretrain`, or with --from of `finetune`, paired by seed.
@@ -238,19 +220,14 @@ def compare(options: StudyOptions, dry_run: PlanAlone = False, as_json: AsJson =
     from resformer.training.study.report import markdown
 
     if not dry_run:
-        report = run_study(options, own_command())
-        echo(json.dumps(report, indent=2) if as_json else markdown(report))
+        yield (report := run_study(options, own_command()))
+        echo(markdown(report))
         return
-    plan = plan_study(options)
-    if as_json:
-        echo(json.dumps(plan, indent=2))
-        return
+    yield (plan := plan_study(options))
     for each in plan["runs"]:
         shape = f"{each['method']}, {each['parameters']:,} parameters, rate {each['learning_rate']:.2g}"
-        row(
-            each["size"],
-            f"{shape}, {each['steps']:,} steps of {each['batch']:,} sequences, {each['epochs']:.2f} epochs",
-        )
+        length = f"{each['steps']:,} steps of {each['batch']:,} sequences, {each['epochs']:.2f} epochs"
+        row(each["size"], f"{shape}, {length}")
         row("", f"runs to do: {each['to_do']}, of {each['training_flops']:.3g} operations")
     data = plan["data"]
     row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
