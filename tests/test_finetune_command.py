@@ -43,6 +43,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a source, its retrofit and some text."""
     folder = tmp_path_factory.mktemp("finetune")
     save_checkpoint(folder / "source")
+    (folder / "source" / "LICENSE.txt").write_text("for all")
     retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
     retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
     save_notes(folder)
@@ -79,7 +80,7 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert metrics == written
     assert {path.name for path in (work / "out").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "metrics.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "chat_template.jinja", LISTING,
+        "tokenizer_config.json", "chat_template.jinja", "LICENSE.txt", LISTING,
     }  # fmt: skip
     assert not (work / "out.training").exists()
     # What the metrics say is what anybody computes from the folders.

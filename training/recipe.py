@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import version
@@ -40,15 +40,17 @@ from transformers import (
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
+from resformer.convert.carrying import write_files
 from resformer.convert.connections import read_connections, write_connections
 from resformer.convert.judging import loading_problem
-from resformer.convert.reading import read_checkpoint
+from resformer.convert.reading import read_checkpoint, side_file
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, coefficients, weights_have_changed
+from resformer.names import BESIDE_TRAINED
 from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
 from resformer.training.optimizer import check_muon, is_connection
@@ -66,6 +68,7 @@ from resformer.training.trainer import (
     last_checkpoint,
 )
 from resformer.training.untrained import why_not_trained
+from resformer.untrusted import names_in
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
@@ -295,6 +298,11 @@ def _write(
     if options.save_dtype is not None:
         _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
     report.tokenizer = save_tokenizer(trainer.processing_class, folder)
+    source = Path(options.model)
+    for name in names_in(source) if source.is_dir() else ():
+        if BESIDE_TRAINED.fullmatch(name) and not (folder / name).exists():
+            with suppress(CheckpointError):  # a link out of the folder
+                write_files([side_file(source, name)], folder, progress=lambda moved: None)
     (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
     if (options.unfinished / LOG).exists():
         shutil.copyfile(options.unfinished / LOG, folder / LOG)

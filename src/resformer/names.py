@@ -14,15 +14,19 @@ LISTING = ".resformer-files.json"
 #: The only folders whose files are a part of a checkpoint.
 FOLDERS = ("chat_templates", "additional_chat_templates", "runs")
 
-#: The tokenizer, chat templates, generation settings and the licence: every conversion copies them.
+#: The licence, and settings of what prepares images and sounds: training copies them.
+BESIDE_TRAINED = re.compile(
+    r"((video_)?pre)?processor_config\.json"
+    r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
+)
+#: These, the tokenizer, chat templates and generation settings: every conversion copies them.
 SIDE_FILES = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
     r"|tokenizer\.[\d.]+\.json|bpe\.codes|dict\.txt|(source|target)\.spm|prophetnet\.tokenizer"
     r"|(emoji|vocab-src|vocab-tgt|target_vocab|entity_vocab|byte_maps|word_(shape|pronunciation)|normalizer)\.json"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
-    r"|((video_)?pre)?processor_config\.json"
     r"|(chat_templates|additional_chat_templates)/[^/]+\.jinja"
-    r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
+    rf"|{BESIDE_TRAINED.pattern}"
 )
 #: Any of these makes a tokenizer.
 TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
