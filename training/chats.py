@@ -1,35 +1,39 @@
-"""Chats, prompts and completions to blocks of tokens: masked as TRL does, with its templates, and packed whole.
+"""Chats, prompts and completions: TRL renders and masks them, and packs them whole. Needs TRL (the `train` extra)."""
 
-Needs TRL (the `train` extra).
-"""
-
+import copy
 import json
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import eq
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.table import InMemoryTable
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 from trl import SFTTrainer, pack_dataset
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_stop_token_trained
-from trl.data_utils import common_prefix_length, maybe_convert_to_chatml
+from trl.data_utils import maybe_convert_to_chatml
 from trl.trainer import sft_trainer
 
 from resformer.errors import first_names, one_line
 from resformer.training.data import DataError
-from resformer.training.packing import has_labels, padding
+from resformer.training.packing import Blocks, has_labels, padding
 from resformer.training.trainer import RecipeTrainer
 
-#: A row is a whole chat, by the template's marks, or what comes after a prompt: an answer of a chat, or a text.
+#: How TRL prepares a row: whole chats by the template's marks, or what comes after a prompt.
 _CHAT, _ANSWER, _TEXT = "chat", "answer", "text"
-_ROWS = Features({"unused": Value("string"), "input_ids": List(Value("int32"))})
+_COLUMNS = {_CHAT: ["messages"], _ANSWER: ["prompt", "completion"], _TEXT: ["text_prompt", "text_completion"]}
+#: Texts are no `Json`, which takes one that is JSON, such as "42", for what it says.
+_FEATURES = Features(
+    {name: Value("string") for name in ("kind", "unused", *_COLUMNS[_TEXT])}
+    | {name: Json() for name in ("messages", "prompt", "completion", "tools", "chat_template_kwargs")}
+)
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _WAY_OUT = "use another --tokenizer, or leave it out of the data"
 _READ = {"role", "content", "tool_calls", "weight", *_THOUGHTS}
@@ -44,16 +48,8 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
             super().__init__(*args, **kwargs)
 
 
-def pack_chats(
-    chats: Dataset,
-    source: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    block: int,
-    truncate: bool,
-    notes: list[str],
-) -> pa.Table:
-    """Rows of a source in whole blocks, filled up with documents of padding; tokens not learned are -1 - id.
+class ChatTrainer(SupervisedTrainer):
+    """Trains on the blocks that `pack` makes with the function that it is given, which packs a source's chats whole.
 
     A chat is one row where the tokenizer's template marks its answers, or TRL knows a template that does; else, and
     where the template renders an answer otherwise once others follow, each answer is a row of its own, with what comes
@@ -61,37 +57,82 @@ def pack_chats(
 
     Args:
         truncate: whether rows that are longer than a block are cut, and not refused.
-        notes: gets what is cut, left out or not rendered.
     """
-    template, marked = _template(tokenizer)
-    rows = chats.map(
-        _rows_of,
-        fn_kwargs={"tokenizer": tokenizer, "template": template, "marked": marked},
-        batched=True,
-        remove_columns=chats.column_names,
-        features=_ROWS,
-        desc="Tokenising chats",
-    )
-    if unused := sorted({name for names in rows.unique("unused") for name in (names or "").split()}):
-        notes.append(f"{source}: the chat template does not render {first_names(unused)}")
-    if not len(rows):
-        raise DataError(f"{source}: its chats have no answer to learn.")
-    ids = rows.data.table["input_ids"]
-    lengths = pc.list_value_length(ids).to_numpy()
-    if long := int((lengths > block).sum()):
-        told = f"{long:,} of {len(lengths):,} rows are longer than a block of {block:,} tokens"
-        if not truncate:
-            way_out = f"use --block {lengths.max()}, or cut them with --truncate"
-            raise DataError(f"{source}: {told}, the longest has {lengths.max():,}; {way_out}.")
-        notes.append(f"{source}: {told}, and are cut there")
-    table = pa.table({"input_ids": pc.list_slice(ids, 0, block)})
-    kept = table.filter(has_labels(table))
-    if dropped := len(table) - len(kept):
-        notes.append(f"{source}: {dropped:,} rows have nothing left to learn, and are left out")
-    if not len(kept):
-        raise DataError(f"{source}: nothing of its chats is learned within a block; use a larger --block.")
-    bins = pack_dataset(Dataset(InMemoryTable(kept)), block, "bfd").with_format("arrow")[:]
-    return _filled(bins, block, tokenizer)
+
+    def __init__(
+        self, *, pack: Callable[..., Blocks], block: int, truncate: bool, chats: Dataset, model: Any, **kwargs: Any
+    ):
+        self.pack, self.block, self.truncate = pack, block, truncate
+        text = model.config.get_text_config()
+        before = {name: getattr(text, name) for name in ("output_router_logits", "pad_token_id") if hasattr(text, name)}
+        super().__init__(model=model, train_dataset=chats, eval_dataset=chats, **kwargs)
+        for name, value in before.items():
+            setattr(text, name, value)
+        if self.blocks is not None and not len(self.blocks.held_out):
+            self.eval_dataset = None
+
+    def _prepare_dataset(
+        self, dataset: Any, tokenizer: Any, args: Any, packing: Any, formatting_func: Any, name: str
+    ) -> Any:
+        if self.blocks is None:
+            self.blocks = self.pack(chats=partial(self._packed, tokenizer=tokenizer, args=args))
+        return self.blocks.train if name == "train" else self.blocks.held_out
+
+    def _set_signature_columns_if_needed(self) -> None:
+        Trainer._set_signature_columns_if_needed(self)
+
+    def create_model_card(self, *given: Any, **options: Any) -> None:
+        """The card is that of the whole run."""
+
+    def _send_telemetry(self) -> None:
+        """Nothing is sent."""
+
+    def _packed(self, chats: Dataset, source: str, *, tokenizer: PreTrainedTokenizerBase, args: Any) -> pa.Table:
+        """Rows of a source in whole blocks, filled up with documents of padding; tokens not learned are -1 - id."""
+        template, marked = _template(tokenizer)
+        rows = chats.map(
+            _rows_of,
+            fn_kwargs={"tokenizer": tokenizer, "template": template, "marked": marked},
+            batched=True,
+            remove_columns=chats.column_names,
+            features=_FEATURES,
+            desc="Reading chats",
+        )
+        if unused := sorted({name for names in rows.unique("unused") for name in (names or "").split()}):
+            self.notes.append(f"{source}: the chat template does not render {first_names(unused)}")
+        parts = []
+        self.chat_template, self.completion_only_loss = template, True
+        for kind, columns in _COLUMNS.items():
+            if not len(part := rows.filter(partial(eq, kind), input_columns="kind")):
+                continue
+            part = part.select_columns([*columns, "tools", "chat_template_kwargs"])
+            part = part.rename_columns({name: name.removeprefix("text_") for name in columns})
+            options = copy.copy(args)
+            options.max_length, options.assistant_only_loss = None, kind == _CHAT
+            prepared = super()._prepare_dataset(part, tokenizer, options, False, None, source)
+            parts.append(prepared.select_columns(["input_ids", "labels"]))
+        if not parts:
+            raise DataError(f"{source}: its chats have no answer to learn.")
+        table = concatenate_datasets(parts).with_format("arrow")[:].combine_chunks()
+        ids, labels = (np.asarray(table[name].combine_chunks().flatten()) for name in ("input_ids", "labels"))
+        lengths = np.asarray(pc.list_value_length(table["input_ids"]))
+        if long := int((lengths > self.block).sum()):
+            told = f"{long:,} of {len(lengths):,} rows are longer than a block of {self.block:,} tokens"
+            if not self.truncate:
+                way_out = f"use --block {lengths.max()}, or cut them with --truncate"
+                raise DataError(f"{source}: {told}, the longest has {lengths.max():,}; {way_out}.")
+            self.notes.append(f"{source}: {told}, and are cut there")
+        offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        values = np.where(labels == -100, -1 - ids, ids).astype(np.int32)
+        rows = pc.list_slice(pa.ListArray.from_arrays(offsets, values), 0, self.block)
+        table = pa.table({"input_ids": rows})
+        kept = table.filter(has_labels(table))
+        if dropped := len(table) - len(kept):
+            self.notes.append(f"{source}: {dropped:,} rows have nothing left to learn, and are left out")
+        if not len(kept):
+            raise DataError(f"{source}: nothing of its chats is learned within a block; use a larger --block.")
+        bins = pack_dataset(Dataset(InMemoryTable(kept)), self.block, "bfd").with_format("arrow")[:]
+        return _filled(bins, self.block, tokenizer)
 
 
 def _filled(bins: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
@@ -116,37 +157,9 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
     return template, is_chat_template_stop_token_trained(tokenizer, template)
 
 
-def _rows_of(
-    batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, template: str | None, marked: bool
-) -> dict[str, list[Any]]:
-    rows = [row for chat in batch["chat"] for row in _rows_of_one(chat, tokenizer, template, marked)]
-    ids = [_tokens_of(row, tokenizer, template) for row in rows]
-    return {"unused": [row.get("unused") for row in rows], "input_ids": ids}
-
-
-def _tokens_of(row: Mapping[str, Any], tokenizer: Any, template: str | None) -> list[int]:
-    """The tokens of a row, those that are not learned as -1 - id."""
-
-    def render(messages: Any, **more: Any) -> Any:
-        options = {"chat_template": template, "tools": row["tools"], **row["chat_template_kwargs"], **more}
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-
-    if row["kind"] == _CHAT:
-        whole = render(row["messages"], return_assistant_tokens_mask=True)
-        pairs = zip(whole["input_ids"], whole["assistant_masks"], strict=True)
-        return [token if learned else -1 - token for token, learned in pairs]
-    prompt, both = row["prompt"], row["prompt"] + row["completion"]
-    if row["kind"] == _ANSWER:
-        before, whole = render(prompt, add_generation_prompt=True), render(both)
-    else:
-        end = "" if row["completion"].endswith(tokenizer.eos_token or "") else tokenizer.eos_token
-        before, whole = tokenizer(prompt), tokenizer(both + end)
-    ids, known = whole["input_ids"], common_prefix_length(before["input_ids"], whole["input_ids"])
-    if known < len(before["input_ids"]):
-        warnings.warn(
-            "A prompt's last tokens are others before its answer: learned from where they part.", stacklevel=2
-        )
-    return [-1 - token for token in ids[:known]] + ids[known:]
+def _rows_of(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, **template: Any) -> dict[str, list[Any]]:
+    rows = [row for chat in batch["chat"] for row in _rows_of_one(chat, tokenizer, **template)]
+    return {name: [row.get(name) for row in rows] for name in _FEATURES}
 
 
 def _rows_of_one(
@@ -155,7 +168,7 @@ def _rows_of_one(
     """A whole chat, or each of its answers with what is before it; raises DataError if the template drops any of it."""
     prompt, completion = chat.get("prompt") or "", chat.get("completion") or ""
     if isinstance(prompt, str) and isinstance(completion, str) and completion:
-        yield {"kind": _TEXT, "prompt": prompt, "completion": completion}
+        yield {"kind": _TEXT, "text_prompt": prompt, "text_completion": completion, "chat_template_kwargs": {}}
         return
     if not tokenizer.chat_template:
         raise DataError("The tokenizer has no chat template; use texts as `prompt` and `completion`, or --tokenizer.")

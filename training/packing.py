@@ -221,7 +221,7 @@ def pack_documents(
     """Packs documents back to back; of either side the tail alone is lost.
 
     A document begins with the beginning-of-sequence token if the tokenizer itself adds one, and ends with the
-    end-of-sequence token. Tokens are cached, and read from the disk. Chats are packed whole: see `pack_chats`.
+    end-of-sequence token. Tokens are cached, and read from the disk. Chats are packed whole: see `ChatTrainer`.
 
     Args:
         held_out: the share of documents that is held out, of all sources; 0: none.

@@ -135,7 +135,7 @@ def finetune_checkpoint(
             held_out_documents=sum(blocks.held_out_documents.values()),
             held_out_by_source=dict(blocks.held_out_documents),
             processes=arguments.world_size,
-            notes=[*trainer.notes],
+            notes=trainer.notes,
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
         )
@@ -216,32 +216,28 @@ def build_trainer(
             for sources in (options.sources, options.held_out_data)
         )
     sequences = arguments.train_batch_size * options.accumulate * arguments.world_size
-    notes = [*documents.notes, *held_out.notes]
-    chats = None
-    if any("chat" in part.column_names for part in (*documents.values(), *held_out.values())):
+    pack = partial(
+        pack_documents,
+        documents,
+        tokenizer,
+        block=block,
+        held_out=0.0 if held_out else options.held_out,
+        held_out_blocks=options.held_out_blocks,
+        held_out_data=held_out,
+        separate=options.separate_documents,
+        seed=options.seed,
+        weights=weighted_sources(options.data)[1],
+        length=lambda one_pass: sequences * (options.steps or math.ceil((options.epochs or 1) * one_pass / sequences)),
+        parse_special=options.parse_special,
+    )
+    chats = [part for part in (*documents.values(), *held_out.values()) if "chat" in part.column_names]
+    if chats:
         require("trl", "train")
         if not options.separate_documents:
             raise ValueError("Chats of a sequence are kept apart from each other: leave --join-documents out.")
-        from resformer.training.chats import pack_chats
-
-        chats = partial(pack_chats, tokenizer=tokenizer, block=block, truncate=options.truncate, notes=notes)
-    with arguments.main_process_first(desc="packing"):
-        blocks = pack_documents(
-            documents,
-            tokenizer,
-            block=block,
-            held_out=0.0 if held_out else options.held_out,
-            held_out_blocks=options.held_out_blocks,
-            held_out_data=held_out,
-            separate=options.separate_documents,
-            seed=options.seed,
-            weights=weighted_sources(options.data)[1],
-            length=lambda one_pass: (
-                sequences * (options.steps or math.ceil((options.epochs or 1) * one_pass / sequences))
-            ),
-            parse_special=options.parse_special,
-            chats=chats,
-        )
+    else:
+        with arguments.main_process_first(desc="packing"):
+            blocks = pack()
 
     torch.manual_seed(options.seed)
     model = _model(options.model, torch.float32, attn_implementation=options.attn_implementation)
@@ -252,21 +248,33 @@ def build_trainer(
         parameter.requires_grad_(name in trained)
     if has_weights_of_base := options.train == "connections" and _has_weights_of_base(options, model):
         model.config.base_model = {**model.config.base_model, "checksums": checksums(model)}
+    notes = [*documents.notes, *held_out.notes]
     notes += [] if options.parse_special else spelt_specials({**documents, **held_out}, tokenizer)
     muon = (options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None
     notes += [] if muon is None else [check_muon(model)]
-    trainer = RecipeTrainer(
-        model=model,
-        args=arguments,
-        data_collator=default_data_collator,
-        train_dataset=blocks.train,
-        eval_dataset=blocks.held_out if len(blocks.held_out) else None,
-        processing_class=tokenizer,  # saved with each checkpoint
-        callbacks=[*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
-        connection_learning_rate=options.rates or options.connection_learning_rate,
-        muon_learning_rate=muon,
-    )
-    trainer.blocks, trainer.notes, trainer.has_weights_of_base = blocks, notes, has_weights_of_base
+    common: dict[str, Any] = {
+        "model": model,
+        "data_collator": default_data_collator,
+        "processing_class": tokenizer,  # saved with each checkpoint
+        "callbacks": [*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
+        "connection_learning_rate": options.rates or options.connection_learning_rate,
+        "muon_learning_rate": muon,
+    }
+    trainer: RecipeTrainer
+    if chats:
+        from trl import SFTConfig
+
+        from resformer.training.chats import ChatTrainer
+
+        arguments = _training_arguments(options, SFTConfig)
+        common |= {"pack": pack, "block": block, "truncate": options.truncate, "chats": chats[0]}
+        trainer = ChatTrainer(args=arguments, **common)
+    else:
+        held = blocks.held_out if len(blocks.held_out) else None
+        trainer = RecipeTrainer(args=arguments, train_dataset=blocks.train, eval_dataset=held, **common)
+        trainer.blocks = blocks
+    trainer.notes = [*notes, *trainer.notes]
+    trainer.has_weights_of_base = has_weights_of_base
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
@@ -388,7 +396,9 @@ def uses_bf16(asked: bool | None) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else cpu_has_bf16()
 
 
-def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
+def _training_arguments(
+    options: FinetuneOptions, kind: type[TrainingArguments] = TrainingArguments
+) -> TrainingArguments:
     """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
     fixed: dict[str, Any] = {
         "output_dir": str(options.unfinished),
@@ -436,7 +446,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
             given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        return TrainingArguments(**{**defaults, **given, **fixed})
+        return kind(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
 

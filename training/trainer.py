@@ -38,12 +38,12 @@ class RecipeTrainer(ConnectionTrainer):
     """The loss of an evaluation is the cross-entropy, a mean over all labels: no balancing loss, no mean of means."""
 
     blocks: Any = None  # `Blocks`, where its data are ours
-    notes: Sequence[str] = ()  # on the data, and on what Muon takes
     has_weights_of_base = False  # if connections alone are trained, whether the others are those of its source
     bytes_per_token: float | None = None
     labels_of_evaluation = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any):
+        self.notes: list[str] = []
         super().__init__(*args, **kwargs)
         self.sums: list[torch.Tensor] = []
         if isinstance(self.eval_dataset, PackedBlocks) and len(self.eval_dataset):
