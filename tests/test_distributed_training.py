@@ -85,6 +85,7 @@ def test_the_deepspeed_configurations_leave_nothing_open(
 ) -> None:
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)  # reading them takes no DeepSpeed
     arguments = training_arguments(tmp_path, gradient_accumulation_steps=2, bf16=True)
+    model = tiny_model("resformer-denseformer")  # before: with stage 3 DeepSpeed builds the parts of a model
 
     class Reader(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         """Without DeepSpeed Transformers' class has lost its base, Accelerate's."""
@@ -92,7 +93,7 @@ def test_the_deepspeed_configurations_leave_nothing_open(
     config = Reader(str(CONFIGS / f"zero{stage}.json"))
     try:
         config.trainer_config_process(arguments)
-        config.trainer_config_finalize(arguments, tiny_model("resformer-denseformer"), 10)
+        config.trainer_config_finalize(arguments, model, 10)
     finally:
         deepspeed.unset_hf_deepspeed_config()
     assert config.config["zero_optimization"]["stage"] == stage
