@@ -73,10 +73,9 @@ def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:
         if name == "language":  # Norwegian is a false value in YAML 1.1, and a word for the Hub
             entries = ["no" if entry is False else entry for entry in entries]
         fit = [entry for entry in entries if isinstance(entry, str) and re.fullmatch(pattern, entry)]
-        if fit and (name in _LISTS or (name == "license" and isinstance(value, list))):
-            carried[name] = fit
-        elif fit and not isinstance(value, list):
-            carried[name] = fit[0]
+        several = isinstance(value, list)
+        if fit and (not several or name in ("license", *_LISTS)):
+            carried[name] = fit if several or name in _LISTS else fit[0]
     return carried
 
 

@@ -169,7 +169,7 @@ class Connection(Added):
     by_heads: ClassVar[bool] = False
     #: Where it stands among the connections of others that act at its place: smaller ones act first.
     order: ClassVar[float] = 0.0
-    #: Whether it acts on what the final norm reads in another way than between layers: the last one may not be removed.
+    #: Whether the last layer does more than the others for it: that layer may then not be removed.
     at_end: ClassVar[bool] = False
     #: Whether it has modules in layers; else the decoder itself does what it says.
     has_modules: ClassVar[bool] = True

@@ -158,9 +158,9 @@ def evaluate(
     Options are those of `lm_eval run`: --tasks, --limit, --num_fewshot,
     --batch_size, --device, --include_path, --output_path, and others.
     """
-    from resformer.evaluation import evaluate as hand_over
+    from resformer.evaluation import evaluate as run_harness
 
-    hand_over(checkpoint, context.args)
+    run_harness(checkpoint, context.args)
 
 
 @command(SHARE, "resformer card finetuned --repository you/finetuned")
