@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKER
 # The rest of generation is as that Transformers has it: crops of windows, prompt lookup, quantized caches.
 FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py tests/test_modeling_generation.py \
 	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous or smear or alone)"
-FAMILIES ?= gemma or qwen or llama or mistral or glm or gpt or phi or deepseek or olmo or granite
+FAMILIES ?= gemma or qwen3 or llama or gpt or deepseek
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: demo pretrain test test-slow test-all test-gpu test-vllm test-floor lint types docs tour clean

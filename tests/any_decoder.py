@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -149,13 +150,15 @@ def generates(base: PreTrainedModel) -> bool:
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Of the coefficients."""
-    return {name: gradient for name, gradient in all_gradients(model).items() if is_connection(name)}
+    return {name: gradient for name, gradient in all_gradients(model, [IDS]).items() if is_connection(name)}
 
 
-def all_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Of two passes that are alive at once."""
+def all_gradients(
+    model: PreTrainedModel, texts: Sequence[torch.Tensor] = (IDS, IDS.flip(1))
+) -> dict[str, torch.Tensor]:
+    """Of passes that are alive at once."""
     model.zero_grad()
-    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (IDS, IDS.flip(1))]
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in texts]
     sum(losses).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -273,7 +273,7 @@ def _id(which: int | Mutant) -> str:
     return str(which) if isinstance(which, int) else "-".join((which[0], *which[1]))
 
 
-@pytest.mark.parametrize("which", others_slow([*FOUND, *range(300)], [*FOUND, *range(60)]), ids=_id)
+@pytest.mark.parametrize("which", others_slow([*FOUND, *range(150)], [*FOUND, *range(30)]), ids=_id)
 def test_a_source_is_refused_by_name_or_is_what_transformers_makes_of_it(which: int | Mutant, folder: Path) -> None:
     family, edits, respelling = mutant(which, folder) if isinstance(which, int) else which
     if not (broken := fault(folder, family, edits, respelling)):

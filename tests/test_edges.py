@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -39,7 +40,7 @@ SETS = (
     "nanochat",
 )
 METHODS = "+".join(SETS).split("+")
-HOSTS = ("llama", "gemma3_text", "gpt_neox")
+HOSTS = ("gpt_neox", "llama", "gemma3_text")
 #: Its queries, keys and values are one product.
 REFUSED = dict.fromkeys(("svformer", "depth-attention", "mudd"), "gpt_neox")
 #: Methods alone, each with one host, which a quick run tries.
@@ -160,13 +161,17 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {re.sub(wrappers, "", name): each for name, each in any_decoder.all_gradients(model).items()}
 
 
-#: Which take a compiler seconds: a quick run tries one case.
-SLOW = (compiled_with_checkpoints, compiled_with_breaks)
+#: Which take a compiler seconds: each set on one host.
+SLOW = (regions, compiled_in_the_list, compiled_with_checkpoints, compiled_with_breaks)
+ONCE = [f"{host}-{each}" for host, each in zip(itertools.cycle(HOSTS), SETS, strict=False)]
 
 
-def wrapped_case(wrap: Callable[..., Any], case: str) -> Any:
-    quick = QUICK[:1] if wrap in SLOW else QUICK
-    return pytest.param(wrap, case, id=f"{wrap.__name__}-{case}", marks=[] if case in quick else pytest.mark.slow)
+def wrapped_cases(wrap: Callable[..., Any]) -> list[Any]:
+    cases, quick = ([*QUICK[:1], *ONCE], QUICK[:1]) if wrap in SLOW else (CASES, QUICK)
+    return [
+        pytest.param(wrap, case, id=f"{wrap.__name__}-{case}", marks=[] if case in quick else pytest.mark.slow)
+        for case in cases
+    ]
 
 
 @functools.cache
@@ -176,7 +181,7 @@ def plain_gradients(case: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize(("wrap", "case"), [wrapped_case(wrap, case) for wrap in WRAPPERS for case in CASES])
+@pytest.mark.parametrize(("wrap", "case"), [each for wrap in WRAPPERS for each in wrapped_cases(wrap)])
 def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(wrap: Callable[..., Any], case: str) -> None:
     expected, model = plain_gradients(case), connected(case)
     torch.compiler.reset()
@@ -200,10 +205,11 @@ def test_a_compiled_layer_is_compiled(host: str, wrap: Callable[..., Any]) -> No
     assert captured[1] >= captured[0]
 
 
-BROKEN = "llama qwen2 qwen3 qwen3_moe mistral gemma2 gemma3_text glm4 olmo2 gpt_oss phi3 granite".split()
+BROKEN = "llama qwen3_moe gemma3_text glm4 gpt_oss phi3".split()
 
 
-@pytest.mark.parametrize("model_type", others_slow(BROKEN, ["llama"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", BROKEN)
 def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> None:
     model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
     any_decoder.move(model)
@@ -214,7 +220,10 @@ def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> No
 
 
 # Llama's are in test_modeling_compile.py.
-@pytest.mark.parametrize("case", others_slow([case for case in CASES if not case.startswith("llama")], QUICK[-1:]))
+GENERATED = [QUICK[-1], *(f"gemma3_text-{each}" for each in SETS)]
+
+
+@pytest.mark.parametrize("case", others_slow(GENERATED, QUICK[-1:]))
 def test_compiled_generation_is_one_graph_and_gives_the_same_tokens(case: str) -> None:
     model = connected(case).eval()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAMILIES, RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model, windowed_model
+from conftest import COMBINATIONS, FAMILIES, RAGGED, Batch, moved, others_slow, tiny_model, windowed_model
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -259,7 +259,9 @@ def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(variant: 
     assert_same_generation(got, generate(model, RAGGED, use_cache=False, num_beams=beams))
 
 
-@pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)
+@pytest.mark.parametrize(
+    "variant", others_slow(["svformer", *COMBINATIONS], ["svformer", "kitchen-sink"]), indirect=True
+)
 def test_continuous_batching_gives_the_tokens_of_generate(variant: str) -> None:
     model = tiny_model(variant)
     prompts = [ids[mask.bool()] for ids, mask in zip(RAGGED["input_ids"], RAGGED["attention_mask"], strict=True)]

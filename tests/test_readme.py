@@ -28,6 +28,7 @@ MORE = {
     "resformer trl": "--use_cpu --bf16 false --max_steps 2 --report_to none",
     "resformer finetune model tuned": "--no-bf16",
     "resformer pretrain fresh": "--no-bf16",
+    "resformer compare study": "--no-bf16 --batch 4",
 }
 #: As of Llama 3.1: answers are marked.
 TEMPLATE = (
