@@ -24,9 +24,8 @@ from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import write_text
 from resformer.model_cards import Alone, model_card
 from resformer.modeling.connected import ConnectedModel, added_modules
-from resformer.modeling.connection import Connection
+from resformer.modeling.connection import Connection, set_initial_values
 from resformer.modeling.connections import KINDS
-from resformer.modeling.installing import set_initial_values
 from resformer.modeling.matrices import decoder_of
 from resformer.modeling.saved_connections import coefficients, configuration_digest, weights_have_changed
 from resformer.names import CARD, CONFIG, CONNECTIONS
@@ -74,13 +73,13 @@ def stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]
 
 
 def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name in a checkpoint, or in a file of connections alone, -> shape of every added parameter.
+    """Name in a checkpoint, or in a file of connections alone, -> shape of every added tensor.
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
     model = meta_model(config)
-    names = _names(model, tables=tables, alone=alone)
-    return {stored: tuple(model.get_parameter(name).shape) for stored, name in names.items()}
+    names, state = _names(model, tables=tables, alone=alone), model.state_dict()
+    return {stored: tuple(state[name].shape) for stored, name in names.items()}
 
 
 def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
@@ -108,7 +107,7 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
 
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
+    """Name in a checkpoint -> the added tensor at its start; `dtype` is the model's, which tables have."""
     model = copy.deepcopy(meta_model(config))
     modules = added_modules(model)
     for outer in modules.values():
@@ -119,20 +118,21 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
         torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
         for outer in modules.values():
             set_initial_values(outer)
-    return {stored: model.get_parameter(name).detach() for stored, name in _names(model).items()}
+    state = model.state_dict()
+    return {stored: state[name] for stored, name in _names(model).items()}
 
 
 def read_connections(
     config: Any, shards: Iterable[Shard], *, tables: bool = True, alone: bool = False
 ) -> PreTrainedModel:
-    """`meta_model` with the checkpoint's parameters of connections, whose shapes were checked.
+    """`meta_model` with the checkpoint's tensors of connections, whose shapes were checked.
 
     Without `tables`, these stay on the meta device. `alone`: the file has no others, and its shapes are checked here.
     """
     model = copy.deepcopy(meta_model(config))
-    places = _names(model, tables=tables, alone=alone)
+    places, state = _names(model, tables=tables, alone=alone), model.state_dict()
     for tensor in (each for shard in shards if alone for each in shard.tensors):
-        expected = [*model.get_parameter(places[tensor.name]).shape] if tensor.name in places else None
+        expected = [*state[places[tensor.name]].shape] if tensor.name in places else None
         if [*tensor.shape] != expected:
             raise CheckpointError(f"tensor {tensor.name!r} has shape {[*tensor.shape]}, the model asks for {expected}.")
     found: dict[str, torch.Tensor] = {}
@@ -142,17 +142,17 @@ def read_connections(
                 found |= {name: file.get_tensor(name) for name in wanted}
     if missing := places.keys() - found.keys():
         raise CheckpointError(f"missing keys: {', '.join(sorted(missing)[:5])}.")
-    read = {name: found[stored].to(model.get_parameter(name).dtype) for stored, name in places.items()}
+    read = {name: found[stored].to(state[name].dtype) for stored, name in places.items()}
     model.load_state_dict(read, strict=False, assign=True)
     return model
 
 
 def _names(model: PreTrainedModel, *, tables: bool = True, alone: bool = False) -> dict[str, str]:
-    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> in the model, of added parameters."""
+    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> in the model, of added tensors."""
     names = [
         f"{prefix}.{name}"
         for prefix, module in sorted(added_modules(model).items())
-        for name, _ in module.named_parameters()
+        for name in module.state_dict()
         if tables or name not in module.tables
     ]
     if alone:

@@ -52,7 +52,7 @@ class Places:
     def __call__(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the connections make of the tensor of a place."""
         if place in self.given:
-            tensor = self.given[place].view_as(tensor)
+            tensor = self.given[place].to(tensor.dtype).view_as(tensor)
         if place in self.added:
             term = self.added[place]  # some families flatten batch and tokens
             tensor = (tensor.reshape(term.shape) + term).view_as(tensor)
@@ -70,9 +70,13 @@ class Places:
                 made, others = made
                 for each, other in others.items():
                     (self.given if each in PLACES else self.tensors)[each] = other
-            if made is None:
-                raise ValueError(f"`{name}` returns nothing at {place}: its `forward` returns the tensor, changed.")
-            tensor = made
+            if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
+                got = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
+                raise ValueError(
+                    f"`{name}` returns {got} at {place}: its `forward` returns the tensor of shape "
+                    f"{tuple(tensor.shape)} that it gets, changed."
+                )
+            tensor = made if made.dtype == tensor.dtype else made.to(tensor.dtype)  # parameters may be of another
         self.tensors[place] = tensor
         return tensor
 

@@ -16,7 +16,7 @@ from transformers.utils import output_capturing
 
 from resformer.modeling.acting import ConnectedLayer, change_class, keep_packed_sequences_apart
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connection import Added, StartsAsStated
+from resformer.modeling.connection import Added, StartsAsStated, set_initial_values, tensors_of
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.in_vllm import prepare_for_vllm
 from resformer.modeling.installing import add_connections
@@ -48,14 +48,14 @@ def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
 @torch.no_grad()
 def initialize(module: Any) -> None:
     """Sets the initial values of what was not loaded, however the module sets them."""
-    own = [*module.parameters(recurse=False)]
-    loaded = [each for each in own if getattr(each, "_is_hf_initialized", False)]
-    if own and len(loaded) == len(own):
+    every = tensors_of(module)
+    loaded = [each for each in every if getattr(each, "_is_hf_initialized", False)]
+    if every and len(loaded) == len(every):
         return
     kept = [each.clone() for each in loaded]
-    module.reset_parameters()
-    for parameter, value in zip(loaded, kept, strict=True):
-        parameter.copy_(value)
+    set_initial_values(module)
+    for each, value in zip(loaded, kept, strict=True):
+        each.copy_(value)
 
 
 class ConnectedModel(PreTrainedModel):

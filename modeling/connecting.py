@@ -18,9 +18,9 @@ from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.acting import ConnectedLayer, Switch, change_class
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
-from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields
+from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields, set_initial_values
 from resformer.modeling.families import config_class
-from resformer.modeling.installing import remove_connections, set_initial_values
+from resformer.modeling.installing import remove_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.modeling.saved_connections import checksums, configuration_digest, load_coefficients, saved_settings
@@ -218,7 +218,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
         logger.warning(
             f"{unknown[0]} states no `plain`, the fields with which it has no effect: the model may have changed."
         )
-    with torch.device("meta"), torch.no_grad():  # a class that fails does so before the model is changed
+    with torch.device("meta"):  # a class that fails does so before the model is changed
         for each in added:
             for n in each.layers(view) if each.has_modules else ():
                 set_initial_values(each(view.of_layer(n), n))

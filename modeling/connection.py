@@ -106,6 +106,11 @@ class StartsAsStated:
         """Sets the initial values of its own parameters: `from_pretrained` discards what `__init__` sets."""
 
 
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, also of modules within it."""
+    return [*module.parameters(), *module.buffers()]
+
+
 class Added(StartsAsStated, Undecayed):
     """A module with parameters that a connection adds."""
 
@@ -122,6 +127,16 @@ class Added(StartsAsStated, Undecayed):
     def deviations(self) -> list[tuple[float, str]]:
         """(a weight's distance from having no effect, its place in the module), of each weight or of the largest."""
         return [(float(parameter.abs().max()), f".{name}") for name, parameter in self.named_parameters()]
+
+
+@torch.no_grad()
+def set_initial_values(module: nn.Module) -> None:
+    """Sets the initial values of a connection, and of modules within it."""
+    for each in module.modules():
+        if isinstance(each, Connection):
+            Connection.reset_parameters(each)  # what its own function leaves, such as buffers
+        if isinstance(each, StartsAsStated):
+            each.reset_parameters()
 
 
 class BetweenLayers:
@@ -206,20 +221,24 @@ class Connection(Added):
             self.made_of = config, layer
 
     def reset_parameters(self) -> None:
-        """Sets the initial values of its own parameters, by default those that `__init__` sets."""
-        if self._parameters:
-            for name, value in type(self)(*self.made_of).named_parameters(recurse=False):
-                self.get_parameter(name).copy_(value)
+        """Sets its initial values, by default those that `__init__` sets, also of modules within it and of buffers."""
+        if not self.fields_of:
+            for now, value in zip(tensors_of(self), tensors_of(type(self)(*self.made_of)), strict=True):
+                now.copy_(value)
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
-        start = copy.deepcopy(self)
-        vars(start).update(self.plain)
-        for module in start.modules():
-            if isinstance(module, StartsAsStated):
-                module.reset_parameters()
-        pairs = zip(self.named_parameters(), start.parameters(), strict=True)
-        return [(float((now - plain).abs().max()), f".{name}") for (name, now), plain in pairs]
+        starts = [copy.deepcopy(self) for _ in range(2)]
+        for start in starts:
+            vars(start).update(self.plain)
+            set_initial_values(start)
+        return [
+            (float((now - plain).abs().max()), f".{name}")
+            for (name, now), plain, again in zip(
+                self.named_parameters(), *(each.parameters() for each in starts), strict=True
+            )
+            if torch.equal(plain, again)  # what is drawn has no start to be compared with
+        ]
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:

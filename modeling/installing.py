@@ -36,7 +36,7 @@ from resformer.modeling.any_decoder import (
     Decoder,
     LayerPlaces,
 )
-from resformer.modeling.connection import Connection, Reads, Shape, StartsAsStated, crossings, kinds_in
+from resformer.modeling.connection import Connection, Reads, Shape, crossings, kinds_in, set_initial_values
 from resformer.modeling.connections import KINDS
 
 #: Places within an attention.
@@ -205,12 +205,6 @@ def _undo(module: Any) -> None:
         vars(module).pop(name, None)
 
 
-def set_initial_values(module: nn.Module) -> None:
-    for each in module.modules():
-        if isinstance(each, StartsAsStated):
-            each.reset_parameters()
-
-
 def start(module: Any, layer: Any) -> None:
     """Sets the initial values, on the device where the layer runs; tables have its dtype."""
     added = {id(each) for each in module.parameters()}
@@ -223,6 +217,5 @@ def start(module: Any, layer: Any) -> None:
     for name in module.tables:
         table = module.get_submodule(name.rpartition(".")[0])
         table.to(like.dtype if like.dtype.is_floating_point else None)
-    with torch.no_grad():
-        set_initial_values(module)
+    set_initial_values(module)
     module.train(layer.training)

@@ -44,7 +44,7 @@ def saved_settings(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of connections, by their names in the decoder."""
+    """The parameters of connections, and buffers that are saved, by their names in the decoder."""
     owner = decoder_of(model)[0]
     found: dict[str, torch.Tensor] = {}
     for name, module in added_modules(owner).items():
@@ -54,7 +54,7 @@ def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         used = [] if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", [])
         if adapter and adapter not in used:
             continue
-        for each, value in module.named_parameters():
+        for each, value in module.state_dict(keep_vars=True).items():
             if ".base_layer." in f".{each}":
                 raise ValueError(f"{name} has an adapter: take `merge_and_unload()` of the model.")
             cleaned = f"{place}.{each}".replace("._orig_mod.", ".")  # of a compiled layer

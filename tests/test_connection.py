@@ -25,6 +25,7 @@ from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
 MORE = EXAMPLE.with_name("more_connections.py")
+README = EXAMPLE.parents[1] / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,84 @@ def test_a_class_starts_plainly_trains_reloads_and_is_saved_alone(family: str, t
     assert torch.equal(any_decoder.logits_of(again), trained)
     cached, uncached = (any_decoder.tokens_of(model, use_cache=each) for each in (True, False))
     assert torch.equal(cached, uncached)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, "autocast"])
+def test_the_readmes_class_runs_in_any_dtype(dtype: Any, tmp_path: Path) -> None:
+    """Its parameters are float32: what it returns is rounded to what it was given."""
+    names = {"torch": torch, "resformer": resformer}
+    exec("class Damped(" + README.read_text().partition("class Damped(")[2].partition("\n\n\nresformer.")[0], names)
+    small_decoder("llama").save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32 if dtype == "autocast" else dtype)
+    model = resformer.connect(copy.deepcopy(plain), "damped")
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(plain))
+        any_decoder.move(model)
+        for ours, theirs in zip(model.model.layers, plain.model.layers, strict=True):
+            theirs.mlp.register_forward_hook(
+                lambda _module, _args, added, gain=ours.damped.gain: (added * gain.detach()).to(added.dtype)
+            )
+        moved = any_decoder.logits_of(model)
+        assert torch.equal(moved, any_decoder.logits_of(plain))
+        assert all(each.isfinite().all() for each in any_decoder.gradients(model).values())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {each.dtype for each in loaded.state_dict().values()} == {each.dtype for each in model.state_dict().values()}
+    if dtype != "autocast":
+        assert torch.equal(any_decoder.logits_of(loaded), moved)
+    assert torch.equal(*(any_decoder.tokens_of(loaded, use_cache=each) for each in (True, False)))
+
+
+def drawn(self: Any) -> None:
+    torch.nn.init.zeros_(self.gate.weight)
+    self.gate.bias.data.fill_(0)  # Transformers sees neither this nor that it may not
+
+
+@pytest.mark.parametrize("reset", [{}, {"reset_parameters": drawn}], ids=["as made", "own"])
+def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_were_saved(
+    reset: dict[str, Any], tmp_path: Path
+) -> None:
+    def make(self: Any, shape: Shape, layer: int) -> None:
+        resformer.Connection.__init__(self, shape, layer)
+        self.gate, self.mix = torch.nn.Linear(64, 1), torch.nn.Linear(64, 64, bias=False)
+        drawn(self)
+        self.register_buffer("decay", torch.linspace(0.5, 1, 64), persistent=False)
+        self.register_buffer("count", torch.full([1], 3.0 + layer))
+
+    def forward(self: Any, added: torch.Tensor) -> torch.Tensor:
+        return added + self.gate(added) * self.mix(added) * self.decay * self.count
+
+    kind = made_with(__init__=make, forward=forward, **reset)
+    plain = small_decoder("llama")
+    plain.save_pretrained(tmp_path / "plain")
+    model = resformer.connect(copy.deepcopy(plain), kind)
+    fresh = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", config=resformer.connected_config(AutoConfig.from_pretrained(tmp_path / "plain"), kind)
+    )
+    for each in (model, fresh):
+        assert torch.equal(any_decoder.logits_of(each), any_decoder.logits_of(plain))
+        assert each.model.layers[2].own.decay.tolist() == torch.linspace(0.5, 1, 64).tolist()
+        assert each.model.layers[2].own.count.item() == 5
+        assert each.model.layers[2].own.mix.weight.abs().max() > 0.1  # and not as the family draws weights
+    assert type(resformer.disconnect(copy.deepcopy(model))) is type(plain)  # weights that are drawn have no start
+    any_decoder.move(model)
+    model.model.layers[1].own.count += 1
+    with pytest.raises(ValueError, match=r"Connections have learned: model\.layers\.0\.own\.gate\.weight"):
+        resformer.disconnect(model)
+    model.save_pretrained(tmp_path / "whole")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert all(torch.equal(each, loaded.state_dict()[name]) for name, each in model.state_dict().items())
+    assert torch.equal(any_decoder.logits_of(loaded), any_decoder.logits_of(model))
+    resformer.save_connections(model, tmp_path / "alone")
+    again = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), str(tmp_path / "alone"))
+    assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+    assert resformer.inspect(tmp_path / "alone").added["layers.2.own.count"] == [1]
+    resformer.retrofit(tmp_path / "plain", tmp_path / "out", kind.name, progress=False)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(any_decoder.logits_of(converted), any_decoder.logits_of(plain))
+    assert converted.model.layers[2].own.count.item() == 5
+    assert resformer.verify(tmp_path / "whole", tmp_path / "whole").same
+    resformer.revert(tmp_path / "out", tmp_path / "back", progress=False)
 
 
 def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_path: Path) -> None:
@@ -236,7 +315,11 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
         assert torch.equal(any_decoder.logits_of(model), before)
     for members, said in (
         ({"reads": reads("mlp_outputs", 0)}, "mlp_outputs: it is no place, .* Did you mean 'mlp_input'"),
-        ({"forward": lambda self, added: None}, "`own` returns nothing at mlp_added"),
+        ({"forward": lambda self, added: None}, "`own` returns None at mlp_added: its `forward` returns the tensor"),
+        (
+            {"forward": lambda self, added: added[0]},
+            r"`own` returns a tensor of shape \(9, 64\) at mlp_added: .* \(2, 9, 64\)",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             any_decoder.logits_of(resformer.connect(small_decoder("llama"), made_with(**members)))
