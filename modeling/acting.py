@@ -469,9 +469,10 @@ class ForwardPass:
                 )
             for crossing in read_last:
                 self.tensors.pop(crossing, None)
+        dtype = hidden_states.dtype
         for between in self.between:
             hidden_states = between.before(n, hidden_states, earlier, added)
-        return hidden_states, (n, earlier, added)
+        return hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype), (n, earlier, added)
 
     def _read(self, n: int, crossing: Crossing, device: torch.device) -> Any:
         tensor = self.tensors.get(crossing)
@@ -491,9 +492,10 @@ class ForwardPass:
         """
         for name, crossing in self.plan.of[n][2]:
             self.tensors[crossing] = tensors[name]
+        dtype = hidden_states.dtype
         for between in self.between:
             hidden_states = between.after(n, hidden_states)
-        return hidden_states
+        return hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
 
 
 class Step:

@@ -28,7 +28,8 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -127,6 +128,17 @@ class Added(StartsAsStated, Undecayed):
     def deviations(self) -> list[tuple[float, str]]:
         """(a weight's distance from having no effect, its place in the module), of each weight or of the largest."""
         return [(float(parameter.abs().max()), f".{name}") for name, parameter in self.named_parameters()]
+
+
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Tensors that are made are float32, or float64, also where `from_pretrained` makes a model of lower precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(before, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()

@@ -36,7 +36,15 @@ from resformer.modeling.any_decoder import (
     Decoder,
     LayerPlaces,
 )
-from resformer.modeling.connection import Connection, Reads, Shape, crossings, kinds_in, set_initial_values
+from resformer.modeling.connection import (
+    Connection,
+    Reads,
+    Shape,
+    crossings,
+    in_full_precision,
+    kinds_in,
+    set_initial_values,
+)
 from resformer.modeling.connections import KINDS
 
 #: Places within an attention.
@@ -86,7 +94,8 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         connected.connections = tuple(kind.name for kind in with_modules)
         connected.acting = {}
         for kind in with_modules:
-            module = kind(view.of_layer(n), n)
+            with in_full_precision():
+                module = kind(view.of_layer(n), n)
             connected.add_module(kind.name, module)
             start(module, connected)
             for place in kind.places:
@@ -95,7 +104,9 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         taken = [place for kind in with_modules for place in kind.takes if place == "layer_input"]
         connected.expected = tuple(dict.fromkeys((*taken, *connected.acting, *connected.returned)))
     for kind in kinds:
-        if (of_decoder := kind.of_decoder(view)) is not None:
+        with in_full_precision():
+            of_decoder = kind.of_decoder(view)
+        if of_decoder is not None:
             decoder.module.add_module(kind.name, of_decoder)
             start(of_decoder, decoder.layers[0])
     switch = Switch()

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import resformer
 from resformer.configuration import METHODS, Paper
-from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
+from resformer.modeling.connection import KINDS, BetweenLayers, Reads, Shape, coefficient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
 MORE = EXAMPLE.with_name("more_connections.py")
@@ -124,9 +124,10 @@ def drawn(self: Any) -> None:
     self.gate.bias.data.fill_(0)  # Transformers sees neither this nor that it may not
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reset", [{}, {"reset_parameters": drawn}], ids=["as made", "own"])
 def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_were_saved(
-    reset: dict[str, Any], tmp_path: Path
+    reset: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def make(self: Any, shape: Shape, layer: int) -> None:
         resformer.Connection.__init__(self, shape, layer)
@@ -134,13 +135,15 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
         drawn(self)
         self.register_buffer("decay", torch.linspace(0.5, 1, 64), persistent=False)
         self.register_buffer("count", torch.full([1], 3.0 + layer))
+        self.constant = torch.linspace(0.1, 1, 64)
 
     def forward(self: Any, added: torch.Tensor) -> torch.Tensor:
-        return added + self.gate(added) * self.mix(added) * self.decay * self.count
+        added = added.to(self.gate.weight.dtype)
+        return added + self.gate(added) * self.mix(added) * self.decay * self.count * self.constant
 
     kind = made_with(__init__=make, forward=forward, **reset)
-    plain = small_decoder("llama")
-    plain.save_pretrained(tmp_path / "plain")
+    small_decoder("llama").to(dtype).save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     model = resformer.connect(copy.deepcopy(plain), kind)
     fresh = AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", config=resformer.connected_config(AutoConfig.from_pretrained(tmp_path / "plain"), kind)
@@ -169,6 +172,33 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
     assert converted.model.layers[2].own.count.item() == 5
     assert resformer.verify(tmp_path / "whole", tmp_path / "whole").same
     resformer.revert(tmp_path / "out", tmp_path / "back", progress=False)
+
+
+def test_what_a_class_does_between_layers_has_the_dtype_of_the_stream() -> None:
+    class Scaled(resformer.Connection):
+        name, plain = "scaled", {}
+
+        def __init__(self, shape: Shape, layer: int):
+            super().__init__(shape, layer)
+            self.gain = torch.nn.Parameter(torch.ones(1))
+
+        @classmethod
+        def between(cls, modules: Any, of_decoder: Any) -> BetweenLayers:
+            return Between(modules)
+
+    class Between(BetweenLayers):
+        def __init__(self, modules: Any):
+            self.modules = modules
+
+        def before(self, layer: int, hidden_states: torch.Tensor, earlier: Any, added: Any) -> torch.Tensor:
+            return hidden_states * self.modules[layer].gain
+
+        def after(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states * self.modules[layer].gain
+
+    model = small_decoder("gemma3_text").bfloat16()
+    expected = any_decoder.logits_of(model)
+    assert torch.equal(any_decoder.logits_of(resformer.connect(model, Scaled)), expected)
 
 
 def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_path: Path) -> None:
