@@ -48,7 +48,7 @@ def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
 @torch.no_grad()
 def initialize(module: Any) -> None:
     """Sets the initial values of what was not loaded, however the module sets them."""
-    every = tensors_of(module)
+    every = tensors_of(module).values()
     loaded = [each for each in every if getattr(each, "_is_hf_initialized", False)]
     if every and len(loaded) == len(every):
         return

@@ -107,9 +107,9 @@ class StartsAsStated:
         """Sets the initial values of its own parameters: `from_pretrained` discards what `__init__` sets."""
 
 
-def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, also of modules within it."""
-    return [*module.parameters(), *module.buffers()]
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 class Added(StartsAsStated, Undecayed):
@@ -235,8 +235,12 @@ class Connection(Added):
     def reset_parameters(self) -> None:
         """Sets its initial values, by default those that `__init__` sets, also of modules within it and of buffers."""
         if not self.fields_of:
-            for now, value in zip(tensors_of(self), tensors_of(type(self)(*self.made_of)), strict=True):
-                now.copy_(value)
+            with in_full_precision():
+                made = type(self)(*self.made_of)
+            own = tensors_of(self)  # an adapter may have wrapped some
+            for name, value in tensors_of(made).items():
+                if name in own:
+                    own[name].copy_(value)
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:

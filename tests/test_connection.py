@@ -148,11 +148,13 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
     fresh = AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", config=resformer.connected_config(AutoConfig.from_pretrained(tmp_path / "plain"), kind)
     )
-    for each in (model, fresh):
-        assert torch.equal(any_decoder.logits_of(each), any_decoder.logits_of(plain))
+    for each in (model, fresh, AutoModelForCausalLM.from_config(fresh.config, dtype=dtype)):
         assert each.model.layers[2].own.decay.tolist() == torch.linspace(0.5, 1, 64).tolist()
         assert each.model.layers[2].own.count.item() == 5
         assert each.model.layers[2].own.mix.weight.abs().max() > 0.1  # and not as the family draws weights
+        assert {tensor.dtype for tensor in each.model.layers[2].own.state_dict().values()} == {torch.float32}
+    for each in (model, fresh):
+        assert torch.equal(any_decoder.logits_of(each), any_decoder.logits_of(plain))
     assert type(resformer.disconnect(copy.deepcopy(model))) is type(plain)  # weights that are drawn have no start
     any_decoder.move(model)
     model.model.layers[1].own.count += 1
