@@ -215,12 +215,10 @@ class Connection(Added):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.places = cls.place if isinstance(cls.place, tuple) else (cls.place,) if cls.place else ()
-        cls.takes = tuple(inspect.signature(cls.forward).parameters)[2:]
-        cls.required = tuple(
-            name
-            for name, parameter in list(inspect.signature(cls.forward).parameters.items())[2:]
-            if parameter.default is parameter.empty
-        )
+        taken = [*inspect.signature(cls.forward).parameters.values()][2:]
+        named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        cls.takes = tuple(each.name for each in named)
+        cls.required = tuple(each.name for each in named if each.default is each.empty)
         if cls.fields_of is not None:
             cls.fields = tuple(each.name for each in dataclass_fields(cls.fields_of))
         if "name" in vars(cls):
@@ -235,6 +233,8 @@ class Connection(Added):
     def reset_parameters(self) -> None:
         """Sets its initial values, by default those that `__init__` sets, also of modules within it and of buffers."""
         if not self.fields_of:
+            if not hasattr(self, "made_of"):
+                raise TypeError(f"{type(self).__name__}.__init__ does not call `super().__init__(shape, layer)`.")
             with in_full_precision():
                 made = type(self)(*self.made_of)
             own = tensors_of(self)  # an adapter may have wrapped some

@@ -311,7 +311,8 @@ def made_with(**members: Any) -> type[resformer.Connection]:
 
 
 def test_a_class_is_a_method_by_itself_and_among_others() -> None:
-    kind, plain = made_with(), any_decoder.logits_of(small_decoder("llama"))
+    kind = made_with(forward=lambda self, added, *_, **__: added)
+    plain = any_decoder.logits_of(small_decoder("llama"))
     for method in (kind, [kind, "denseformer"], {kind: {}}):
         model = resformer.connect(small_decoder("llama"), method)
         assert (model.config.connections, model.config.dwa) == ({"own": {}}, isinstance(method, list))
@@ -340,6 +341,11 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
         ({"layers": classmethod(lambda cls, shape: [9])}, ValueError, "it has 4 layers, and none is layer 9"),
         ({"reads": reads("mlp_added", 2)}, ValueError, "layer 1 would read the mlp_added of layer 2, which is none"),
         ({"__init__": broken}, AttributeError, "before Module.__init__"),
+        (
+            {"__init__": lambda self, *_: torch.nn.Module.__init__(self)},
+            TypeError,
+            r"does not call `super\(\).__init__",
+        ),
     ):
         with pytest.raises(error, match=said):
             resformer.connect(model, made_with(**members))
