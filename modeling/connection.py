@@ -237,6 +237,13 @@ class Connection(Added):
                 raise TypeError(f"{type(self).__name__}.__init__ does not call `super().__init__(shape, layer)`.")
             with in_full_precision():
                 made = type(self)(*self.made_of)
+            members = ((module, *member) for module in made.modules() for member in vars(module).items())
+            for module, name, value in members:
+                if isinstance(value, torch.Tensor):
+                    raise TypeError(
+                        f"{type(module).__name__}.{name} is a tensor of its own, which `from_pretrained` and `to` "
+                        f"leave out: `self.register_buffer({name!r}, ..., persistent=False)`."
+                    )
             own = tensors_of(self)  # an adapter may have wrapped some
             for name, value in tensors_of(made).items():
                 if name in own:

@@ -135,11 +135,10 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
         drawn(self)
         self.register_buffer("decay", torch.linspace(0.5, 1, 64), persistent=False)
         self.register_buffer("count", torch.full([1], 3.0 + layer))
-        self.constant = torch.linspace(0.1, 1, 64)
 
     def forward(self: Any, added: torch.Tensor) -> torch.Tensor:
         added = added.to(self.gate.weight.dtype)
-        return added + self.gate(added) * self.mix(added) * self.decay * self.count * self.constant
+        return added + self.gate(added) * self.mix(added) * self.decay * self.count
 
     kind = made_with(__init__=make, forward=forward, **reset)
     small_decoder("llama").to(dtype).save_pretrained(tmp_path / "plain")
@@ -331,6 +330,10 @@ def test_a_class_is_a_method_by_itself_and_among_others() -> None:
 def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
     def broken(self: Any, shape: Shape, layer: int) -> None:
         self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def constant(self: Any, shape: Shape, layer: int) -> None:
+        resformer.Connection.__init__(self, shape, layer)
+        self.constant = torch.ones(64)
 
     def reads(name: str, maker: int) -> classmethod:
         return classmethod(lambda cls, shape, layer: {"other": (name, maker)} if layer else {})
