@@ -254,6 +254,10 @@ class Connection(Added):
         starts = [copy.deepcopy(self) for _ in range(2)]
         for start in starts:
             vars(start).update(self.plain)
+            if not self.fields_of:
+                shape, layer = self.made_of
+                plain = {self.name: self.settings(shape) | self.plain}
+                start.made_of = replace(shape, fields={**shape.fields, "connections": plain}), layer
             set_initial_values(start)
         return [
             (float((now - plain).abs().max()), f".{name}")

@@ -384,6 +384,19 @@ def test_a_class_without_plain_is_told_and_one_without_reset_parameters_starts_a
         assert [each.own.weight.mean().item() for each in model.model.layers] == [0.5, 1.5, 2.5, 3.5]
 
 
+def test_a_class_that_does_not_start_plainly_has_an_effect() -> None:
+    def gain(self: Any, shape: Shape, layer: int) -> None:
+        resformer.Connection.__init__(self, shape, layer)
+        self.gain = torch.nn.Parameter(torch.full([1], self.init))
+
+    members = {"__annotations__": {"init": float}, "init": 0.5, "plain": {"init": 1.0}, "__init__": gain}
+    kind = made_with(**members, forward=lambda self, added: added * self.gain)
+    model = AutoModelForCausalLM.from_config(resformer.connected_config(small_decoder("llama").config, kind))
+    with pytest.raises(ValueError, match=r"own\.gain is 0\.5 from no effect"):
+        resformer.disconnect(model)
+    resformer.disconnect(resformer.connect(small_decoder("llama"), kind))
+
+
 def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
     ran: list[str] = []
 
