@@ -220,6 +220,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
         )
     with torch.device("meta"):  # a class that fails does so before the model is changed
         for each in added:
+            each.made_of_decoder(view)
             for n in each.layers(view) if each.has_modules else ():
                 set_initial_values(each(view.of_layer(n), n))
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())

@@ -311,6 +311,18 @@ class Connection(Added):
         return None
 
     @classmethod
+    def made_of_decoder(cls, config: Any) -> Added | None:
+        """`of_decoder`, checked."""
+        with in_full_precision():
+            module = cls.of_decoder(config)
+        if module is not None and not isinstance(module, Added):
+            raise TypeError(
+                f"{cls.__name__}.of_decoder returns a {type(module).__name__}: expected a subclass of "
+                f"{Added.__module__}.Added, whose `reset_parameters` sets where it starts."
+            )
+        return module
+
+    @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers | None:
         """What it does between the layers; called once a forward pass, with the modules of the layers by number."""
         return None

@@ -104,9 +104,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         taken = [place for kind in with_modules for place in kind.takes if place == "layer_input"]
         connected.expected = tuple(dict.fromkeys((*taken, *connected.acting, *connected.returned)))
     for kind in kinds:
-        with in_full_precision():
-            of_decoder = kind.of_decoder(view)
-        if of_decoder is not None:
+        if (of_decoder := kind.made_of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, of_decoder)
             start(of_decoder, decoder.layers[0])
     switch = Switch()
