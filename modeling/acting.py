@@ -76,7 +76,7 @@ class Places:
                     f"`{name}` returns {got} at {place}: its `forward` returns the tensor of shape "
                     f"{tuple(tensor.shape)} that it gets, changed."
                 )
-            tensor = made if made.dtype == tensor.dtype else made.to(tensor.dtype)  # parameters may be of another
+            tensor = made if made.dtype == tensor.dtype else made.to(tensor.dtype)  # its parameters may have another
         self.tensors[place] = tensor
         return tensor
 

@@ -222,7 +222,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
         for each in added:
             each.made_of_decoder(view)
             for n in each.layers(view) if each.has_modules else ():
-                set_initial_values(each(view.of_layer(n), n))
+                set_initial_values(each.made(view.of_layer(n), n))
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function

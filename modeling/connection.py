@@ -146,7 +146,7 @@ def set_initial_values(module: nn.Module) -> None:
     """Sets the initial values of a connection, and of modules within it."""
     for each in module.modules():
         if isinstance(each, Connection):
-            Connection.reset_parameters(each)  # what its own function leaves, such as buffers
+            each.set_as_made()  # its `reset_parameters` may leave some out, such as buffers
         if isinstance(each, StartsAsStated):
             each.reset_parameters()
 
@@ -230,22 +230,32 @@ class Connection(Added):
             vars(self).update(self.settings(config))
             self.made_of = config, layer
 
-    def reset_parameters(self) -> None:
-        """Sets its initial values, by default those that `__init__` sets, also of modules within it and of buffers."""
+    @classmethod
+    def made(cls, config: Any, layer: int) -> "Connection":
+        """An instance, whose tensors are float32 also in a model of lower precision.
+
+        Raises:
+            TypeError: a class that is no part of this package cannot be made again, or would not be loaded as it was.
+        """
+        with in_full_precision():
+            made = cls(config, layer)
+        if cls.fields_of:
+            return made
+        if not hasattr(made, "made_of"):
+            raise TypeError(f"{cls.__name__}.__init__ does not call `super().__init__(shape, layer)`.")
+        for module, name, value in ((each, *member) for each in made.modules() for member in vars(each).items()):
+            if isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"{type(module).__name__}.{name} is a tensor of its own, which `from_pretrained` and `to` leave "
+                    f"out: `self.register_buffer({name!r}, ..., persistent=False)`."
+                )
+        return made
+
+    def set_as_made(self) -> None:
+        """Sets what `__init__` sets, also in modules and buffers, of a class that is no part of this package."""
         if not self.fields_of:
-            if not hasattr(self, "made_of"):
-                raise TypeError(f"{type(self).__name__}.__init__ does not call `super().__init__(shape, layer)`.")
-            with in_full_precision():
-                made = type(self)(*self.made_of)
-            members = ((module, *member) for module in made.modules() for member in vars(module).items())
-            for module, name, value in members:
-                if isinstance(value, torch.Tensor):
-                    raise TypeError(
-                        f"{type(module).__name__}.{name} is a tensor of its own, which `from_pretrained` and `to` "
-                        f"leave out: `self.register_buffer({name!r}, ..., persistent=False)`."
-                    )
             own = tensors_of(self)  # an adapter may have wrapped some
-            for name, value in tensors_of(made).items():
+            for name, value in tensors_of(self.made(*self.made_of)).items():
                 if name in own:
                     own[name].copy_(value)
 
@@ -256,7 +266,7 @@ class Connection(Added):
             vars(start).update(self.plain)
             if not self.fields_of:
                 shape, layer = self.made_of
-                plain = {self.name: self.settings(shape) | self.plain}
+                plain = {**shape.connections, self.name: self.settings(shape) | self.plain}
                 start.made_of = replace(shape, fields={**shape.fields, "connections": plain}), layer
             set_initial_values(start)
         return [

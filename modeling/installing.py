@@ -41,7 +41,6 @@ from resformer.modeling.connection import (
     Reads,
     Shape,
     crossings,
-    in_full_precision,
     kinds_in,
     set_initial_values,
 )
@@ -94,8 +93,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         connected.connections = tuple(kind.name for kind in with_modules)
         connected.acting = {}
         for kind in with_modules:
-            with in_full_precision():
-                module = kind(view.of_layer(n), n)
+            module = kind.made(view.of_layer(n), n)
             connected.add_module(kind.name, module)
             start(module, connected)
             for place in kind.places:

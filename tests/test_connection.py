@@ -119,20 +119,20 @@ def test_the_readmes_class_runs_in_any_dtype(dtype: Any, tmp_path: Path) -> None
     assert torch.equal(*(any_decoder.tokens_of(loaded, use_cache=each) for each in (True, False)))
 
 
-def drawn(self: Any) -> None:
+def set_to_zero(self: Any) -> None:
     torch.nn.init.zeros_(self.gate.weight)
-    self.gate.bias.data.fill_(0)  # Transformers sees neither this nor that it may not
+    self.gate.bias.data.fill_(0)  # in place: Transformers does not see that it changes a weight that was loaded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reset", [{}, {"reset_parameters": drawn}], ids=["as made", "own"])
+@pytest.mark.parametrize("reset", [{}, {"reset_parameters": set_to_zero}], ids=["as made", "own"])
 def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_were_saved(
     reset: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def make(self: Any, shape: Shape, layer: int) -> None:
         resformer.Connection.__init__(self, shape, layer)
         self.gate, self.mix = torch.nn.Linear(64, 1), torch.nn.Linear(64, 64, bias=False)
-        drawn(self)
+        set_to_zero(self)
         self.register_buffer("decay", torch.linspace(0.5, 1, 64), persistent=False)
         self.register_buffer("count", torch.full([1], 3.0 + layer))
 
