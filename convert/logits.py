@@ -175,6 +175,8 @@ def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None
 def _read(model: Any, kept: int, **inputs: Any) -> tuple[Any, torch.Tensor]:
     """(the output, the last `kept` logits); a family may have no argument for some of the inputs."""
     known = signature(type(model).forward).parameters
-    inputs = {name: value for name, value in {**inputs, "logits_to_keep": kept}.items() if name in known}
+    # A mixture's balancing loss changes no logits, and fails on padding with a cache.
+    inputs |= {"logits_to_keep": kept, "output_router_logits": False}
+    inputs = {name: value for name, value in inputs.items() if name in known}
     output = model(**inputs)
     return output, output.logits[:, -kept:].cpu()

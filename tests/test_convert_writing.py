@@ -325,6 +325,12 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(
         assert not logits.compare_logits(("one", one), ("two", two)).identical
 
 
+def test_a_mixture_that_was_trained_with_a_balancing_loss_is_compared(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", "qwen3_moe")
+    change_json(tmp_path / "source" / "config.json", output_router_logits=True)
+    assert retrofit(tmp_path / "source", tmp_path / "out").logits.identical
+
+
 def test_logits_are_compared_on_a_text(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one")
     (tmp_path / "text.txt").write_text("The first layer's values reach every layer. " * 3)
