@@ -32,6 +32,7 @@ _DEQUANTISED = {
     "bitsandbytes": _LOAD.format('device_map="auto"') + ".dequantize()",
     "compressed-tensors": _LOAD.format("quantization_config=CompressedTensorsConfig(dequantize=True)"),
     "fp8": _LOAD.format("quantization_config=FineGrainedFP8Config(dequantize=True)"),
+    "mxfp4": _LOAD.format("quantization_config=Mxfp4Config(dequantize=True)"),
 }
 #: Keys that do not go along beside those of code: what the result states itself.
 _LEFT_OUT = ("torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)

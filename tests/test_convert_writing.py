@@ -14,7 +14,14 @@ from checkpoints import EXACT, change_json, contents, save_checkpoint
 from conftest import tiny_model
 from default_load import look
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+    GenerationConfig,
+    Mxfp4Config,
+)
 
 import resformer
 from resformer import retrofit
@@ -71,6 +78,18 @@ def as_fp8(folder: Path) -> None:
     change_json(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
 
 
+def as_mxfp4(folder: Path) -> None:
+    """Stores the experts as gpt-oss is published: 32 numbers in 16 bytes and a scale."""
+    save_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, hidden_size=32, intermediate_size=32)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.arange(16, dtype=torch.uint8).expand(experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_scales"] = torch.full((experts, outputs, inputs // 32), 125, dtype=torch.uint8)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+
+
 def as_pickle(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -79,6 +98,7 @@ def as_pickle(folder: Path) -> None:
 FP8 = "model.layers.0.mlp.up_proj.weight"
 UNPLAIN: dict[str, Callable[[Path], object]] = {
     "fp8": as_fp8,
+    "mxfp4": as_mxfp4,
     "pickle": as_pickle,
     "no index": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors"),
 }
@@ -94,7 +114,8 @@ def test_the_lines_of_a_refusal_make_the_source_plain(
     with pytest.raises(CheckpointError) as refused:
         retrofit("source", "out")
     lines = re.search(r"convert that: (.*\))\.", str(refused.value))
-    classes = {each.__name__: each for each in (AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config)}
+    used = (AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config)
+    classes = {each.__name__: each for each in used}
     exec(lines[1], {**classes, "SOURCE": "source", "Path": Path, "load_file": load_file})
     assert retrofit("plain", "out").logits.identical
 
