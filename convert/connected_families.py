@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resformer.configuration import cache_bytes_per_token
@@ -45,8 +45,8 @@ _MOST = {
     r".*expert.*(?<!size)": 10_000,
     r".*": 2**25,
 }
-#: Numbers in a table of positions, for families that make one.
-_MOST_OF_A_TABLE = 2**28
+#: Bytes of tables of positions, and masks, in the families that make some.
+_MOST_IN_TABLES = 2**28
 
 
 def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -71,23 +71,33 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         with without_a_word():
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        text = text_config(config)
-        layers, positions = text.num_hidden_layers, getattr(text, "max_position_embeddings", 0) or 0
-        table = 0 if hasattr(text, "rope_parameters") else positions * text.hidden_size
+        layers = text_config(config).num_hidden_layers
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
     if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if not isinstance(layers, int) or not 0 < layers <= 1000:
         raise CheckpointError(f"{where}: num_hidden_layers is {quoted(layers)}; expected 1 to 1,000.")
-    if table > _MOST_OF_A_TABLE:
-        raise CheckpointError(f"{where}: {positions:,} positions make a table of {table:,} numbers.")
     config = without_kernels(config) if names_kernels(config) else config
     try:
         view(config)
+        model = meta_model(with_connections(connection_config(config)))
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    if (size := _in_tables(model)) > _MOST_IN_TABLES:
+        raise CheckpointError(
+            f"{where}: makes tables of {size:,} bytes, expected at most {_MOST_IN_TABLES:,}: "
+            "max_position_embeddings, or image_size, is too large."
+        )
     return config
+
+
+def _in_tables(model: PreTrainedModel) -> int:
+    """Bytes of tables and masks, of positions for one, which are filled in memory before weights are looked at."""
+    filled = [] if hasattr(text_config(model.config), "rope_parameters") else model.modules()
+    tables = [each.weight for each in filled if isinstance(each, torch.nn.Embedding)]
+    tokens: Any = model.get_input_embeddings()
+    return sum(each.nbytes for each in (*tables, *model.buffers()) if each is not tokens.weight)
 
 
 def _config_class(where: Path, model_type: object) -> type[PreTrainedConfig]:

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from resformer import inspect, retrofit, verify
 from resformer.convert import CheckpointError, VerificationError
 
-#: Of each family: sets each whole number of config.json to 2^31 - 1, and a dry run reads it with 3 GB to spare.
+#: Of each family: sets each whole number of config.json to 2^31 - 1, and to what most are allowed to be, and a dry run
+#: reads it with 3 GB to spare.
 HUGE = """
 import json, resource, sys, time
 from pathlib import Path
@@ -41,12 +42,13 @@ for folder in map(Path, families):
     text = (folder / "config.json").read_text()
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30, most))
-    for path in [*numbers(json.loads(text)), ("num_labels",)]:
+    paths = [*numbers(json.loads(text)), ("num_labels",)]
+    for path, value in [(path, value) for path in paths for value in (2**31 - 1, 2**25)]:
         content = json.loads(text)
         place = content
         for name in path[:-1]:
             place = place[name]
-        place[path[-1]] = 2**31 - 1
+        place[path[-1]] = value
         (folder / "config.json").write_text(json.dumps(content))
         start = time.process_time()
         try:
@@ -58,7 +60,9 @@ for folder in map(Path, families):
 
 
 #: Dense and sparse ones, with latents, states, positions of a table and towers.
-NUMBERED = "llama xglm gemma3 gpt_oss bloom deepseek_v3 falcon_h1 gemma4_text glm4 mamba2 opt qwen3_moe".split()
+NUMBERED = (
+    "llama xglm gpt_neo gptj gemma3 gpt_oss bloom deepseek_v3 falcon_h1 gemma4_text glm4 mamba2 opt qwen3_moe".split()
+)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no limit on memory")
@@ -66,6 +70,15 @@ NUMBERED = "llama xglm gemma3 gpt_oss bloom deepseek_v3 falcon_h1 gemma4_text gl
 def test_no_number_of_a_configuration_takes_memory(families: list[str], tmp_path: Path) -> None:
     path = str(Path(retrofit.__code__.co_filename).parents[2])
     python("-c", HUGE, Path(__file__).parent, *families, cwd=tmp_path, PYTHONPATH=path)
+
+
+def test_positions_are_bounded_where_a_family_makes_a_table_of_them(tmp_path: Path) -> None:
+    for family, positions in {"gpt_neo": 2**20, "jamba": 2**23}.items():
+        save_checkpoint(tmp_path / family, family)
+        change_json(tmp_path / family / "config.json", max_position_embeddings=positions)
+    assert retrofit(tmp_path / "jamba", tmp_path / "out").logits.identical
+    with pytest.raises(CheckpointError, match=r"makes tables of 4,.*max_position_embeddings"):
+        retrofit(tmp_path / "gpt_neo", tmp_path / "refused")
 
 
 def test_what_a_folder_of_transformers_has_beside_the_model_is_its_too(tmp_path: Path) -> None:
