@@ -40,9 +40,9 @@ _LEFT_OUT = ("torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
 #: label and position may become an entry of a list or a row of a table, before weights are looked at.
 _MOST = {
     r".*theta.*": 2**63,
-    r".*layer.*(?<!size)": 1000,
+    r"(?!.*size).*layer.*": 1000,
     r".*labels": 100_000,
-    r".*expert.*(?<!size)": 10_000,
+    r"(?!.*size).*expert.*": 20_000,
     r".*": 2**25,
 }
 #: Bytes of tables of positions, and masks, in the families that make some.

@@ -10,10 +10,12 @@ from checkpoints import byte_tokenizer, change_json, save_checkpoint
 from command_server import python
 from default_load import look
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from resformer import inspect, retrofit, verify
 from resformer.convert import CheckpointError, VerificationError
+from resformer.convert.connected_families import _check_sizes
+from resformer.modeling.measured import MEASURED
 
 #: Of each family: sets each whole number of config.json to 2^31 - 1, and to what most are allowed to be, and a dry run
 #: reads it with 3 GB to spare.
@@ -70,6 +72,12 @@ NUMBERED = (
 def test_no_number_of_a_configuration_takes_memory(families: list[str], tmp_path: Path) -> None:
     path = str(Path(retrofit.__code__.co_filename).parents[2])
     python("-c", HUGE, Path(__file__).parent, *families, cwd=tmp_path, PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("family", sorted(MEASURED))
+def test_sizes_that_transformers_gives_a_family_are_plausible(family: str, tmp_path: Path) -> None:
+    content = json.loads(CONFIG_MAPPING[family]().to_json_string(use_diff=False))
+    _check_sizes(tmp_path, content, CONFIG_MAPPING[family])
 
 
 def test_positions_are_bounded_where_a_family_makes_a_table_of_them(tmp_path: Path) -> None:
