@@ -18,7 +18,7 @@ from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connections import meta_model
-from resformer.convert.judging import UNUSED, without_code
+from resformer.convert.judging import UNUSED, head_of, without_code
 from resformer.convert.reading import plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
@@ -74,6 +74,8 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
         layers = text_config(config).num_hidden_layers
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
+    if head_of(config) is None and _of_text_alone(config):
+        raise CheckpointError(f"{where}: AutoModelForCausalLM makes only the text model of it. {plain_way()}")
     if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if not isinstance(layers, int) or not 0 < layers <= 1000:
@@ -90,6 +92,13 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
             "max_position_embeddings, or image_size, is too large."
         )
     return config
+
+
+def _of_text_alone(config: PreTrainedConfig) -> bool:
+    """Whether Transformers makes a causal model of its `text_config`, as of Qwen3.5 and Llama 4."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.sub_configs.get("text_config")
+    return text is not None and getattr(model_class, "config_class", None) is text
 
 
 def _in_tables(model: PreTrainedModel) -> int:
