@@ -4,7 +4,9 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from itertools import count
 from operator import eq
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import SFTTrainer, pack_dataset
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_stop_token_trained
-from trl.data_utils import maybe_convert_to_chatml
+from trl.data_utils import common_prefix_length, maybe_convert_to_chatml
 from trl.trainer import sft_trainer
 
 from resformer.errors import first_names, one_line
@@ -36,6 +38,7 @@ _FEATURES = Features(
 )
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _WAY_OUT = "use another --tokenizer, or leave it out of the data"
+_SIGNS = "\ue000[0-9.]+\ue000"
 _READ = {"role", "content", "tool_calls", "weight", *_THOUGHTS}
 
 
@@ -187,40 +190,54 @@ def _rows_of_one(
         if number >= len(given) and message["role"] == "assistant" and weights[number] != 0
     ]
 
-    def render(part: list[dict[str, Any]]) -> str:
-        kwargs = {"tools": more["tools"], "chat_template": template, **more["chat_template_kwargs"]}
+    def render(part: list[dict[str, Any]], tools: Any = more["tools"], **options: Any) -> str:
+        options |= {"tools": tools, "chat_template": template, **more["chat_template_kwargs"]}
         try:
-            return str(tokenizer.apply_chat_template(part, tokenize=False, **kwargs))
+            return str(tokenizer.apply_chat_template(part, tokenize=False, **options))
         except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
             raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
 
+    def is_without(*fewer: Any) -> bool:
+        """Whether the template makes the same of less; where it raises, it has read what is not there."""
+        try:
+            return render(*fewer) == whole
+        except DataError:
+            return False
+
     if not answers:
         return
+    with suppress(DataError):  # some templates take the texts
+        render(objects := [_with_objects(message) for message in messages])
+        messages = objects
     whole = render(messages)
     more["unused"] = " ".join(
         name
         for name in sorted({name for message in messages for name in message} - _READ)
-        if render([{key: x for key, x in each.items() if key != name} for each in messages]) == whole
+        if is_without([{key: x for key, x in each.items() if key != name} for each in messages])
     )
-    for tool in more["tools"] or ():
-        if (name := str((tool.get("function") or tool).get("name"))) not in whole:
-            raise DataError(f"The chat template does not render `tools` ({name}); {_WAY_OUT}.")
-    without = [{name: x for name, x in each.items() if name != "tool_calls"} for each in messages]
-    if without != messages and render(without) == whole:
-        raise DataError(f"The chat template does not render `tool_calls`; {_WAY_OUT}.")
+    names = [str((tool.get("function") or tool).get("name")) for tool in more["tools"] or ()]
+    if left := [name for name in names if name not in whole] or names * is_without(messages, None):
+        raise DataError(f"The chat template does not render `tools` ({left[0]}); {_WAY_OUT}.")
+    signed = [_signed(message, number) for number, message in enumerate(messages)]
+    signed_whole = render(signed)
     everything = len(answers) == sum(message["role"] == "assistant" for message in messages)
-    if marked and everything and not given and not any(_dropped(each, whole) for each in messages):
+    if marked and everything and not given and not any(_dropped(each, signed_whole) for each in signed):
         yield {"kind": _CHAT, "messages": messages, **more}
         return
     if answers[0] == 0:
         way_out = f'write a message before it, or "weight": 0 in it, or {_WAY_OUT}'
         raise DataError(f"A chat begins with an answer, and the chat template does not mark answers; {way_out}.")
     for number in answers:
-        text = render(messages[: number + 1])
-        for before, message in enumerate(messages[: number + 1]):
+        text = render(signed[: number + 1])
+        for before, message in enumerate(signed[: number + 1]):
             thoughts = before == number  # those of earlier answers are dropped by templates, as when it generates
             if dropped := _dropped(message, text, thoughts=thoughts):
                 raise DataError(f"The chat template does not render {dropped} of role {message['role']}; {_WAY_OUT}.")
+        prompt = render(signed[:number], add_generation_prompt=True)
+        learned = text[common_prefix_length(prompt, text) :]
+        if {*re.findall(r"(\d+)\.", learned)} - {str(number)}:
+            told = "The chat template renders what is before an answer otherwise once the answer follows"
+            raise DataError(f"{told}; {_WAY_OUT}.")
         yield {"kind": _ANSWER, "prompt": messages[:number], "completion": [messages[number]], **more}
 
 
@@ -248,6 +265,37 @@ def _messages(part: Any, role: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of calls as the objects that templates take, where they are JSON, as OpenAI writes them."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    for call in calls or ():
+        function = call.get("function") or call
+        function["arguments"] = _read(function.get("arguments"))
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _signed(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The message with a sign after each of its texts and names of calls, so that none is found in another's."""
+    signs = (f"\ue000{number}.{each}\ue000" for each in count())
+
+    def sign(text: Any) -> str:
+        pieces = re.split(r"(</?think>)", str(text))
+        return "".join(
+            each.rstrip() + next(signs) if each.strip() and n % 2 == 0 else each for n, each in enumerate(pieces)
+        )
+
+    content, signed = message["content"], copy.deepcopy({**message})
+    if isinstance(content, list):
+        signed["content"] = [{**part, "text": sign(part["text"])} for part in content]
+    elif content:
+        signed["content"] = sign(content)
+    signed |= {name: sign(message[name]) for name in _THOUGHTS if message.get(name)}
+    for call in signed.get("tool_calls") or ():
+        function = call.get("function") or call
+        function["name"] = sign(function.get("name"))
+    return signed
+
+
 def _dropped(message: Mapping[str, Any], text: str, *, thoughts: bool = True) -> str:
     """What of a message a rendering does not have; empty if it has all."""
     parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"] or ""}]
@@ -255,7 +303,7 @@ def _dropped(message: Mapping[str, Any], text: str, *, thoughts: bool = True) ->
         written = part["text"] if thoughts else re.sub(r"<think>.*?</think>", "", part["text"], flags=re.DOTALL)
         for piece in re.split(r"</?think>", written):
             if piece.strip() not in text:
-                return f"the content {one_line(repr(piece.strip()), 40)}"
+                return f"the content {one_line(repr(re.sub(_SIGNS, '', piece.strip())), 40)}"
     for name in _THOUGHTS if thoughts else ():
         if (thought := message.get(name)) and str(thought).strip() not in text:
             return f"`{name}`"
