@@ -129,6 +129,14 @@ def test_the_column_that_is_named_wins(tmp_path: Path) -> None:
     assert any("input_ids" in note for note in trainer.notes)
 
 
+@pytest.mark.parametrize("column", ["prompt", "completion", "messages"])
+def test_texts_of_the_column_that_is_named_are_texts_whatever_its_name(column: str, tmp_path: Path) -> None:
+    data = rows(tmp_path / "texts.jsonl", [{column: "some words", "text": "others"}] * 40)
+    for streaming in (False, True):
+        documents = load_documents([data], text_column=column, streaming=streaming, chats=not streaming)
+        assert [content(row) for row in documents[data]] == ["some words"] * 40
+
+
 def test_chats_that_fit_are_whole(tmp_path: Path) -> None:
     random.seed(0)
     chats = [

@@ -22,6 +22,7 @@ from datasets import (
     Features,
     IterableDataset,
     Json,
+    Value,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -116,7 +117,7 @@ def load_documents(
                 columns = part.column_names or list(next(iter(part), {}))
                 kept = _kept(columns, text_column, chats, source)
                 unread += sorted(set(columns) - set(kept))
-                part = _rows(part.select_columns(kept), kept, source)
+                part = _rows(part.select_columns(kept), kept, text_column is not None, source)
             if unread:
                 documents.notes.append(f"{name}: not read: {first_names(unread)}")
         documents[source] = part
@@ -299,11 +300,12 @@ def _kept(columns: Collection[str], text: str | None, chats: bool, name: str) ->
     raise DataError(f"{name}: {told}; expected text (--text-column){chat}.")
 
 
-def _rows(part: Any, kept: Sequence[str], source: str) -> Any:
+def _rows(part: Any, kept: Sequence[str], chosen: bool, source: str) -> Any:
     """The columns as `content` reads them: `text`, `chat`, or those of tokens."""
     if kept[0] == "input_ids":
         return part
-    if len(kept) == 1 and kept[0] not in CHAT:
+    texts = chosen and isinstance((part.features or {}).get(kept[0], Value("string")), Value)
+    if texts or (len(kept) == 1 and kept[0] not in CHAT):
         return part if kept[0] == "text" else part.rename_column(kept[0], "text")
     # In a table, each message has the keys of all, some empty; in JSON an empty one was written.
     given = {
