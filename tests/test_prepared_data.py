@@ -202,6 +202,23 @@ def test_a_chat_that_begins_with_an_answer_is_refused_or_learns_the_others(tmp_p
     assert first_document(trainer_of(tmp_path, byte_tokenizer(CHATML), data))[1] == "Yo.<|im_end|>\n"
 
 
+def test_chats_without_an_answer_are_told_or_refused_with_their_roles(tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": "Hi?"}, {"role": role, "content": "Yo."}]}
+        for role in ("assistant", "model")
+    ]
+    trainer = trainer_of(tmp_path, byte_tokenizer(CHATML), rows(tmp_path / "a.jsonl", chats * 20))
+    told = "20 of 40 chats have no message of role assistant to learn, but 'model', 'user', and are left out"
+    assert [told in note for note in trainer.notes] == [True]
+    data = rows(
+        tmp_path / "b.jsonl", [{"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yo."}]}]
+    )
+    with pytest.raises(
+        DataError, match=r"1 of 1 chats have .*, but 'gpt', 'human'; name the role of answers assistant"
+    ):
+        trainer_of(tmp_path, byte_tokenizer(CHATML), data)
+
+
 def test_a_completion_is_tokenised_as_it_follows_its_prompt(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -29,11 +29,11 @@ from resformer.training.packing import Blocks, has_labels, padding
 from resformer.training.trainer import RecipeTrainer
 
 #: How TRL prepares a row: whole chats by the template's marks, or what comes after a prompt.
-_CHAT, _ANSWER, _TEXT = "chat", "answer", "text"
+_CHAT, _ANSWER, _TEXT, _NOTHING = "chat", "answer", "text", "nothing"
 _COLUMNS = {_CHAT: ["messages"], _ANSWER: ["prompt", "completion"], _TEXT: ["text_prompt", "text_completion"]}
 #: Texts are no `Json`, which takes one that is JSON, such as "42", for what it says.
 _FEATURES = Features(
-    {name: Value("string") for name in ("kind", "unused", *_COLUMNS[_TEXT])}
+    {name: Value("string") for name in ("kind", "unused", "roles", *_COLUMNS[_TEXT])}
     | {name: Json() for name in ("messages", "prompt", "completion", "tools", "chat_template_kwargs")}
 )
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -114,8 +114,12 @@ class ChatTrainer(SupervisedTrainer):
             options.max_length, options.assistant_only_loss = None, kind == _CHAT
             prepared = super()._prepare_dataset(part, tokenizer, options, False, None, source)
             parts.append(prepared.select_columns(["input_ids", "labels"]))
-        if not parts:
-            raise DataError(f"{source}: its chats have no answer to learn.")
+        if roles := rows.filter(partial(eq, _NOTHING), input_columns="kind")["roles"]:
+            told = f"{len(roles):,} of {len(chats):,} chats have no message of role assistant to learn"
+            told += f", but {first_names(sorted({role for each in roles for role in each.split()}))}"
+            if not parts:
+                raise DataError(f"{source}: {told}; name the role of answers assistant.")
+            self.notes.append(f"{source}: {told}, and are left out")
         table = concatenate_datasets(parts).with_format("arrow")[:].combine_chunks()
         ids, labels = (np.asarray(table[name].combine_chunks().flatten()) for name in ("input_ids", "labels"))
         lengths = np.asarray(pc.list_value_length(table["input_ids"]))
@@ -205,6 +209,7 @@ def _rows_of_one(
             return False
 
     if not answers:
+        yield {"kind": _NOTHING, "roles": " ".join(str(message["role"]) for message in messages)}
         return
     with suppress(DataError):  # some templates take the texts
         render(objects := [_with_objects(message) for message in messages])

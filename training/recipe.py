@@ -273,7 +273,7 @@ def build_trainer(
         held = blocks.held_out if len(blocks.held_out) else None
         trainer = RecipeTrainer(args=arguments, train_dataset=blocks.train, eval_dataset=held, **common)
         trainer.blocks = blocks
-    trainer.notes = [*notes, *trainer.notes]
+    trainer.notes = [*dict.fromkeys([*notes, *trainer.notes])]  # both sides of a source may have the same
     trainer.has_weights_of_base = has_weights_of_base
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
