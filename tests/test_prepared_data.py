@@ -304,9 +304,12 @@ def test_a_run_of_one_step_learns(tmp_path: Path) -> None:
         finetune_checkpoint(options(tmp_path, byte_tokenizer(), data, force=True, trainer={"warmup_steps": 1}))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "jetmoe"])
 def test_experts_are_balanced_from_scratch(family: str, tmp_path: Path) -> None:
-    new = NewOptions(output=str(tmp_path / family), size="tiny", backbone=family, tokenizer="bytes")
-    config = new_checkpoint(new, weights=False, dry_run=True)
-    assert config.router_aux_loss_coef
-    assert config.output_router_logits
+    given = {"size": "tiny", "backbone": family, "method": "transformer", "tokenizer": "bytes"}
+    new = NewOptions(output=str(tmp_path / family), **given)
+    model = AutoModelForCausalLM.from_config(new_checkpoint(new, weights=False, dry_run=True)).eval()
+    ids = torch.arange(12)[None]
+    outputs = model(ids, labels=ids, use_cache=False)
+    assert outputs.aux_loss > 0
+    assert outputs.loss > cross_entropy(outputs.logits[0, :-1], ids[0, 1:])

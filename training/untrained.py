@@ -152,7 +152,8 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
         given = {name: value for name, value in usual.items() if name in known} | given
         if "is_decoder" in known:
             given = {"is_decoder": True} | given
-        if "router_aux_loss_coef" in known and "output_router_logits" in known:  # experts are balanced from scratch
+        weighed = "router_aux_loss_coef" in known or "aux_loss_coef" in known  # the latter is JetMoE's
+        if weighed and "output_router_logits" in known:  # experts are balanced from scratch
             given = {"output_router_logits": True} | given
     connections = {name: given.pop(name) for name in connection_field_names() if name in given}
     values = config.to_diff_dict() if backbone.endswith(".json") else {}
