@@ -211,14 +211,14 @@ def _rows_of_one(
     if not answers:
         yield {"kind": _NOTHING, "roles": " ".join(str(message["role"]) for message in messages)}
         return
-    with suppress(DataError):  # some templates take the texts
-        render(objects := [_with_objects(message) for message in messages])
-        messages = objects
-    whole = render(messages)
+    if (objects := [_with_objects(message) for message in messages]) != messages:
+        with suppress(DataError):  # some templates take the texts
+            render(objects)
+            messages = objects
+    unread = sorted({name for message in messages for name in message} - _READ)
+    whole = render(messages) if unread or more["tools"] else ""
     more["unused"] = " ".join(
-        name
-        for name in sorted({name for message in messages for name in message} - _READ)
-        if is_without([{key: x for key, x in each.items() if key != name} for each in messages])
+        name for name in unread if is_without([{key: x for key, x in each.items() if key != name} for each in messages])
     )
     names = [str((tool.get("function") or tool).get("name")) for tool in more["tools"] or ()]
     if left := [name for name in names if name not in whole] or names * is_without(messages, None):
@@ -289,15 +289,17 @@ def _signed(message: Mapping[str, Any], number: int) -> dict[str, Any]:
             each.rstrip() + next(signs) if each.strip() and n % 2 == 0 else each for n, each in enumerate(pieces)
         )
 
-    content, signed = message["content"], copy.deepcopy({**message})
+    content, signed = message["content"], {**message}
     if isinstance(content, list):
         signed["content"] = [{**part, "text": sign(part["text"])} for part in content]
     elif content:
         signed["content"] = sign(content)
     signed |= {name: sign(message[name]) for name in _THOUGHTS if message.get(name)}
-    for call in signed.get("tool_calls") or ():
-        function = call.get("function") or call
-        function["name"] = sign(function.get("name"))
+    if message.get("tool_calls"):
+        signed["tool_calls"] = copy.deepcopy(message["tool_calls"])
+        for call in signed["tool_calls"]:
+            function = call.get("function") or call
+            function["name"] = sign(function.get("name"))
     return signed
 
 
