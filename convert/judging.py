@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.reading import CODE_KEYS
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line, plain, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
+from resformer.modeling.families import language_model_class
 
 #: Heads that commands other than conversions take, by the end of the class's name in `architectures`.
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -66,7 +67,11 @@ def head_of(config: PreTrainedConfig) -> str | None:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     head = head_of(config)
-    return AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
+    return (
+        language_model_class(config)
+        if head is None
+        else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
+    )
 
 
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -15,7 +15,6 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
@@ -26,7 +25,7 @@ from resformer.model_cards.heads import HEADS
 from resformer.model_cards.metrics import Metric, notes_of
 from resformer.model_cards.source_card import well_formed
 from resformer.modeling.connections import KINDS
-from resformer.modeling.families import PREFIX
+from resformer.modeling.families import PREFIX, language_model_class
 
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
@@ -175,7 +174,9 @@ def model_card(
         "method": method,
         "fields": fields,
         "head": head,
-        "auto_class": architecture.replace("ResFormer", "AutoModel"),
+        "auto_class": language_model_class(config).__name__
+        if family
+        else architecture.replace("ResFormer", "AutoModel"),
         "alone": alone,
         "own": {kind.name: kind.__module__ for kind in KINDS if kind.fields_of is None and kind.is_in(config)},
         "connections": [*filter(None, dict.fromkeys(_as_the_hub_reads(each.equation) for each in about.values()))],
@@ -195,8 +196,6 @@ def model_card(
         "evaluations": values["evaluations"][:: -max(1, len(values["evaluations"]) // 10)][::-1],
     }
     # ModelCard.from_template would leave missing values blank instead of raising an error.
-    if alone and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        values["auto_class"] = "AutoModelForImageTextToText"
     name = "alone.md.jinja" if alone else "retrofit.md.jinja" if converted else "trained.md.jinja"
     text = _template(name).render(**values)
     card = ModelCard(re.sub(r"\n{3,}", "\n\n", text))
@@ -240,7 +239,8 @@ def added_parameters(config: Any) -> int:
     """How many parameters the connections add to a model of this shape; negative where layers share projections."""
     with no_init_weights(), torch.device("meta"):
         connected, without = (
-            AutoModelForCausalLM.from_config(each).num_parameters() for each in (config, without_connections(config))
+            language_model_class(each).from_config(each).num_parameters()
+            for each in (config, without_connections(config))
         )
     return int(connected - without)
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationMixin,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
@@ -59,6 +67,12 @@ def _register(family: type[PreTrainedConfig], made: Any) -> None:
     _as_the_family(modeling_auto, family, made)
 
 
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """The Auto class of a language model: some that see images are in a mapping of their own alone."""
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+
+
 @functools.cache
 def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Any:
     """The class of a family's model with connections; `config` is its configuration's."""
@@ -69,7 +83,9 @@ def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -
     name = f"ResFormer{family.__name__}"
     members = {"config_class": config, "__module__": __name__, "__doc__": family.__doc__}
     heads = (WholeStepLoss,) if issubclass(family, GENERIC_HEADS) else ()
-    return known_to_transformers(type(name, (*heads, ConnectedModel, family), members), family)
+    # Of a bundle's class that has it by inheritance alone, Transformers makes another, which pickle does not find.
+    generates = (GenerationMixin,) if issubclass(family, GenerationMixin) else ()
+    return known_to_transformers(type(name, (*heads, ConnectedModel, family, *generates), members), family)
 
 
 def known_to_transformers(made: Any, family: type[PreTrainedModel]) -> Any:

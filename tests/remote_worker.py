@@ -5,6 +5,7 @@ facts.json.
 """
 
 import json
+import pickle
 import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 #: The bundles that more is done with than loading them: Llama's and another family's.
 CHOSEN = ("resformer-denseformer", "gemma3_text")
+LANGUAGE_MODELS = (AutoModelForCausalLM, AutoModelForImageTextToText)
 NEW_TOKENS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
@@ -64,8 +66,11 @@ def main(bundles: Path, results: Path) -> None:
     facts: dict[str, Any] = {}
     ids = load_file(bundles / "ids.safetensors")["ids"]
     for folder in sorted(path for path in bundles.iterdir() if path.is_dir()):
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        named = json.loads((folder / "config.json").read_text())["auto_map"]
+        auto_class = next(each for each in LANGUAGE_MODELS if each.__name__ in named)
+        model = auto_class.from_pretrained(folder, trust_remote_code=True).eval()
         assert is_remote(model), type(model).__module__
+        pickle.dumps(model)
         save_file(numbers(model, ids), results / f"{folder.name}.safetensors")
 
     for chosen in CHOSEN:

@@ -19,7 +19,7 @@ from small_decoders import small_config, small_decoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, connect, connected_config, push, retrofit
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, connect, connected_config, inspect, push, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, revert
 from resformer.convert.bundling import auto_map, remote_code
@@ -36,6 +36,8 @@ FAMILIES: dict[str, Any] = {
     "gemma3_text svformer": ("gemma3_text", "svformer"),
     "qwen3_moe": ("qwen3_moe", "resformer-denseformer"),
     "qwen3 damped": ("qwen3", "damped"),
+    "phi3": ("phi3", "resformer"),  # its class prepares inputs for generation by itself
+    "llava svformer": ("llava", "svformer"),
 }
 #: A file of a user's, with a class.
 DAMPED = (Path(__file__).parents[1] / "examples" / "own_connection.py").read_text()
@@ -118,6 +120,12 @@ def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles:
     for name in ("logits", "tokens", "static"):
         assert torch.equal(found[name], expected[name]), name
     assert torch.equal(found["tokens"], found["static"])
+
+
+def test_models_that_see_images_are_read_as_what_they_are(bundles: Path) -> None:
+    saved = bundles / "saved" / "llava svformer"
+    assert inspect(saved).fields == {"value_sources": [0] * 4}
+    assert "AutoModelForImageTextToText.from_pretrained(" in checkpoint_card(saved).card.text
 
 
 @pytest.mark.slow
