@@ -266,7 +266,9 @@ def _connect_again(model: Any, fields: Mapping[str, Any], decoder: Decoder) -> N
     for module in {id(each): each for each in (getattr(m, "config", None) for m in model.modules()) if each}.values():
         if hasattr(module, "value_residual"):
             _with_fields(module, fields)
-    owner = next(each for each in [*model.modules()][::-1] if isinstance(each, ConnectedModel))
+    # Of a model that sees images, the text model's configuration says nothing of connections.
+    knows = (each for each in [*model.modules()][::-1] if isinstance(each, ConnectedModel))
+    owner = next(each for each in knows if hasattr(each.config, "value_residual"))
     owner.add_connections(Decoder(owner, decoder.places))
     for place, modules in zip(places, had, strict=True):
         for name, module in modules.items():

@@ -368,15 +368,16 @@ def test_states_of_the_family_are_restored_and_copies_are_independent() -> None:
             refused()
 
 
-def test_a_method_is_added_to_a_connected_model_whose_coefficients_stay() -> None:
-    model = resformer.connect(small_decoder("llama"), "resformer")
+@pytest.mark.parametrize("model_type", ["llama", "llava"])  # the text model of one that sees images has no fields
+def test_a_method_is_added_to_a_connected_model_whose_coefficients_stay(model_type: str) -> None:
+    model = resformer.connect(small_decoder(model_type), "resformer")
     any_decoder.move(model)
-    expected, trained = any_decoder.logits_of(model), model.model.layers[1].value_residual.weight
+    expected, trained = any_decoder.logits_of(model), Decoder(model).layers[1].value_residual.weight
     resformer.connect(model, ["denseformer", "delta-attention-residuals"])
     assert torch.equal(any_decoder.logits_of(model), expected)
-    assert model.model.layers[1].value_residual.weight is trained
+    assert Decoder(model).layers[1].value_residual.weight is trained
     assert (model.config.dwa, model.config.delta_attention_residuals) == (True, True)
-    whole = resformer.connect(small_decoder("llama"), ["resformer", "denseformer", "delta-attention-residuals"])
+    whole = resformer.connect(small_decoder(model_type), ["resformer", "denseformer", "delta-attention-residuals"])
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
 
 
