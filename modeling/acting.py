@@ -48,6 +48,14 @@ class Places:
             )
         self.tensors: dict[str, Any] = {"attention_norm": layer.attention_norm}
         self.given: dict[str, torch.Tensor] = {}  # by connections before, for places to come
+        self.before_attention: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
+
+    def begin_attention(self) -> None:
+        """Attention that is checkpointed alone runs twice, and may not read what its first run has left."""
+        if self.before_attention is None:
+            self.before_attention = self.tensors.copy(), self.given.copy()
+        else:
+            self.tensors, self.given = (each.copy() for each in self.before_attention)
 
     def __call__(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the connections make of the tensor of a place."""
@@ -278,6 +286,7 @@ class ConnectedAttention(PlacedModule):
 
     def forward(self, *args: Any, places: Places | None = None, **kwargs: Any) -> Any:
         if places is not None:
+            places.begin_attention()
             places.tensors["hidden_states"] = (
                 args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
             )

@@ -17,6 +17,7 @@ from command_server import run
 from conftest import cli
 from small_decoders import small_decoder
 from test_connected_commands import save_family
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import resformer
@@ -491,3 +492,15 @@ def test_one_table_and_residuals_of_keys_are_what_they_say(family: str, tmp_path
     model.save_pretrained(tmp_path / "saved")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(any_decoder.logits_of(reloaded), any_decoder.logits_of(model))
+
+
+def test_an_attention_that_is_checkpointed_alone_reads_nothing_of_its_first_run() -> None:
+    one_table = runpy.run_path(str(MORE))["OneTable"]  # its layers look up what they are not given
+    gradients = []
+    for wrap in (lambda module: module, checkpoint_wrapper):
+        model = resformer.connect(small_decoder("llama"), one_table).train()
+        any_decoder.move(model)
+        for layer in model.model.layers:
+            layer.self_attn = wrap(layer.self_attn)
+        gradients.append([*any_decoder.all_gradients(model).values()])
+    torch.testing.assert_close(*gradients)
