@@ -16,7 +16,7 @@ from resformer.configuration.connected_config import plain_view
 from resformer.configuration.connection_fields import check_connections
 from resformer.configuration.sources import key_sources, value_sources
 from resformer.errors import did_you_mean
-from resformer.modeling.connection import KINDS, TOKENS, Connection, Shape, crossings, kinds_in, own_fields
+from resformer.modeling.connection import KINDS, TOKENS, Added, Connection, Shape, crossings, kinds_in, own_fields
 from resformer.modeling.versions import CACHE
 
 #: Names of projections whose whole output is values, of fused ones whose output ends with the values of all heads, and
@@ -442,6 +442,8 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
         for name, maker in crossings(kind.reads(view, n)):
             if (name, maker) != TOKENS and not 0 <= maker < n:
                 return f"layer {n} would read the {name} of layer {maker}, which is none before it"
+    if any(not isinstance(getattr(each, kind.name, None), (Added, type(None))) for each in (*layers, decoder.module)):
+        return f"its modules have an attribute {kind.name!r} of their own: choose another name"
     if decoder.loops:
         return "its layers run several times in a pass"
     with_values = [each for each in places if each.values is not None]

@@ -58,6 +58,12 @@ PLACES = (
     "mixed_values attention_output attention_added mlp_input mlp_added layer_output"
 ).split()
 
+#: Attributes that a layer with connections has.
+_OF_A_LAYER = (
+    "connections layers number known around reads crossings returned acting expected end switch family mixin "
+    "checkpointed"
+).split()
+
 #: A tensor that crosses layers: its name, and the layer that makes it; -1 for what comes before all layers.
 Crossing = tuple[str, int]
 #: Argument -> the tensor or tensors of earlier layers.
@@ -398,7 +404,7 @@ def own_fields(kind: type[Connection]) -> dict[str, Any]:
 def _add_kind(kind: type[Connection]) -> None:
     """Makes a class known, in the place of an older one of its name: a notebook's cell is run again."""
     name = kind.name
-    if not name.isidentifier() or name in ("connections", "layers"):
+    if not name.isidentifier() or name in _OF_A_LAYER:
         raise TypeError(f"{kind.__qualname__}.name is {name!r}: expected a name that a module can have.")
     if not {*kind.places} <= {*PLACES}:
         raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(PLACES)}.")

@@ -504,3 +504,13 @@ def test_an_attention_that_is_checkpointed_alone_reads_nothing_of_its_first_run(
             layer.self_attn = wrap(layer.self_attn)
         gradients.append([*any_decoder.all_gradients(model).values()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["post_feedforward_layernorm", "hidden_size"])
+def test_a_name_that_a_layer_has_already_is_refused_before_the_model_is_changed(name: str) -> None:
+    members = {"name": name, "place": "mlp_added", "plain": {}, "forward": lambda self, added: added}
+    kind = type("Taken", (resformer.Connection,), members)
+    model = small_decoder("gemma3_text")
+    with pytest.raises(ValueError, match=f"have an attribute '{name}' of their own: choose another name"):
+        resformer.connect(model, kind)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
