@@ -422,9 +422,15 @@ def _is_like(value: Any, default: Any) -> bool:
 
 def why_not(decoder: Decoder, view: Shape) -> str | None:
     """Why the decoder cannot have the connections of `view`; `None` if it can."""
+    known: dict[tuple[int, str], tuple[Any, str]] = {}
     for kind in kinds_in(view):
         if reason := _why_not(kind, decoder, view):
             return f"{decoder.model_type} cannot have `{kind.name}`: {reason}.{kind.way_out}"
+        for n in kind.layers(view):
+            for name, read in kind.reads(view, n).items():
+                earlier, other = known.setdefault((n, name), (read, kind.name))
+                if earlier != read:
+                    return f"`{other}` and `{kind.name}` read two tensors as {name!r} in layer {n}: rename one of them."
     return None
 
 

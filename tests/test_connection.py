@@ -514,3 +514,14 @@ def test_a_name_that_a_layer_has_already_is_refused_before_the_model_is_changed(
     with pytest.raises(ValueError, match=f"have an attribute '{name}' of their own: choose another name"):
         resformer.connect(model, kind)
     assert type(model).__name__ == "Gemma3ForCausalLM"
+
+
+def test_two_classes_that_read_two_tensors_under_one_name_are_refused() -> None:
+    def other(cls: Any, shape: Shape, layer: int) -> Reads:
+        return {"first": ("layer_output", 0)} if layer else {}
+
+    make_tuned()
+    members = {"name": "other", "place": "mlp_input", "plain": {}, "reads": classmethod(other)}
+    type("Other", (resformer.Connection,), members | {"forward": lambda self, states, first=None: states})
+    with pytest.raises(ValueError, match="`other` and `tuned` read two tensors as 'first' in layer 1"):
+        resformer.connect(small_decoder("llama"), ["tuned", "other"])
