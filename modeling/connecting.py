@@ -327,6 +327,7 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
     for module in [each for each in model.modules() if isinstance(each, ConnectedModel)]:
         module.forget_connections()
         change_class(module, module.family_class())
+    config.architectures = config.architectures and [type(model).__name__]
     return model
 
 

@@ -315,6 +315,7 @@ def assert_the_layer_is_the_familys(base: PreTrainedModel, model: PreTrainedMode
     resformer.disconnect(model)
     assert type(model) is type(base)
     assert type(model.config) is type(base.config)
+    assert model.config.to_dict() == base.config.to_dict()
     assert [type(each) for each in model.modules()] == [type(each) for each in base.modules()]
     assert torch.equal(logits_of(model), plain_logits(base)), "disconnected, it is another model"
 

@@ -174,6 +174,7 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
     assert converted.model.layers[2].own.count.item() == 5
     assert resformer.verify(tmp_path / "whole", tmp_path / "whole").same
     resformer.revert(tmp_path / "out", tmp_path / "back", progress=False)
+    assert resformer.disconnect(model, lossy=True).config.architectures == ["LlamaForCausalLM"]
 
 
 def test_what_a_class_does_between_layers_has_the_dtype_of_the_stream() -> None:
