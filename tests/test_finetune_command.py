@@ -496,6 +496,27 @@ def test_a_dry_run_takes_one_step_and_says_what_it_took(work: Path, monkeypatch:
     assert not list(work.glob("planned*"))
 
 
+def test_no_path_of_this_machine_is_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports and curves are pushed. Sources of the same name stay two."""
+    (work / "other").mkdir()
+    save_notes(work / "other")
+    chats = [{"prompt": f"Value {n}? ", "completion": f"{n} " * n} for n in range(60)]
+    (work / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    data = [
+        f"{work / name}:{weight}" for name, weight in (("notes.txt", 1), ("other/notes.txt", 2), ("chats.jsonl", 1))
+    ]
+    places = {"model": str(work / "retrofit"), "tokenizer": str(work / "retrofit"), "data": data}
+    report = tuned(
+        work, str(work / "public"), monkeypatch, **places, truncate=True, train="connections", report_to=["tensorboard"]
+    )
+    names = [f"{work.name}/notes.txt", "other/notes.txt", "chats.jsonl"]
+    assert [*report.held_out_by_source] == [*report.passes] == [part.source for part in report.data] == names
+    assert report.arguments["data"] == [f"{names[0]}:1", f"{names[1]}:2", f"{names[2]}:1"]
+    assert any(note.startswith("chats.jsonl: ") for note in report.notes)
+    written = {path: path.read_bytes() for path in (work / "public").rglob("*") if path.is_file()}
+    assert [path for path, content in written.items() if str(work).encode() in content] == []
+
+
 def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tuned(work, "logged", monkeypatch, report_to=["tensorboard"], optim="adafactor")

@@ -56,7 +56,7 @@ from resformer.training.data import load_documents
 from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
 from resformer.training.packing import pack_documents, spelt_specials
-from resformer.training.report import FinetuneReport, perplexity, record_origin
+from resformer.training.report import FinetuneReport, perplexity, public, public_names, record_origin
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
 from resformer.training.trainer import (
     LOG,
@@ -123,8 +123,9 @@ def finetune_checkpoint(
 
         trainer, config = build_trainer(options, callbacks=callbacks)
         blocks, model = trainer.blocks, trainer.model
+        names = public_names(options)
         report = FinetuneReport(
-            arguments=options.run,
+            arguments=public(options.run, names),
             method=method_of(config) if isinstance(config, ConnectionFields) else None,
             parameters=model.num_parameters(),
             trained_parameters=model.num_parameters(only_trainable=True),
@@ -133,13 +134,14 @@ def finetune_checkpoint(
             held_out_blocks=len(blocks.held_out),
             held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
             held_out_documents=sum(blocks.held_out_documents.values()),
-            held_out_by_source=dict(blocks.held_out_documents),
+            held_out_by_source=public(blocks.held_out_documents, names),
             processes=arguments.world_size,
-            notes=trainer.notes,
+            notes=public(trainer.notes, names),
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
         )
-        report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
+        read = blocks.train.read(len(blocks.train))
+        report.passes = public({source: passes for source, (_, passes) in read.items()}, names)
         begun |= {"data_sha256": blocks.digest, "warmup_steps": arguments.get_warmup_steps(arguments.max_steps)}
         if first:
             for note in report.notes:
@@ -173,7 +175,7 @@ def finetune_checkpoint(
             finish(trainer)
 
         read = blocks.train.read((report.tokens or 0) // report.block)
-        report.passes = {source: passes for source, (_, passes) in read.items()}
+        report.passes = public({source: passes for source, (_, passes) in read.items()}, names)
         source_card = record_origin(options, config, report, read)
         output = replacing(Path(options.output), made_by=command, force=force) if first else nullcontext(unfinished)
         with output as folder:
@@ -446,9 +448,12 @@ def _training_arguments(
         if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
             given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        return kind(**{**defaults, **given, **fixed})
+        arguments = kind(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
+    # What TensorBoard and others are given, who publish it.
+    vars(arguments)["to_dict"] = partial(dict, {**arguments.to_dict(), "output_dir": options.unfinished.name})
+    return arguments
 
 
 def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:

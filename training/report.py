@@ -58,6 +58,30 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def public_names(options: FinetuneOptions) -> dict[str, str]:
+    """Path -> the name that reports, which are public, have for it: as much of its end as tells it from the others."""
+    given = [options.model, *options.sources, *options.held_out_data, *filter(None, [options.tokenizer])]
+    local = [options.output, *(path for path in given if Path(path).expanduser().exists())]
+    parts = {path: Path(path).expanduser().absolute().parts for path in local}
+
+    def name(own: tuple[str, ...]) -> str:
+        others = {*parts.values()} - {own}
+        ends = (own[-count:] for count in range(1, len(own) + 1))
+        return "/".join(next(end for end in ends if not any(other[-len(end) :] == end for other in others)))
+
+    return {path: name(own) for path, own in parts.items()}
+
+
+def public(value: Any, names: Mapping[str, str]) -> Any:
+    """The same with `names` in the place of paths, which may have a weight or a note behind them."""
+    if isinstance(value, dict):
+        return {public(key, names): public(entry, names) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [public(entry, names) for entry in value]
+    path = next((path for path in names if value == path or str(value).startswith(f"{path}:")), None)
+    return value if path is None else names[path] + value.removeprefix(path)
+
+
 def record_origin(
     options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport, read: Mapping[str, tuple[int, float]]
 ) -> dict[str, Any]:
@@ -75,14 +99,14 @@ def record_origin(
     with suppress(CheckpointError, KeyError, TypeError):
         conversion = read_json(Path(record or ""))
         report.source, report.revision = conversion["source"], conversion["revision"]
+    names = public_names(options)
     for source, (count, passes) in read.items():
         dataset = None
-        if source != STANDARD_LIBRARY and not Path(source).expanduser().exists():
+        if source != STANDARD_LIBRARY and source not in names:
             report.datasets.append(dataset := source.partition(":")[0])
         readme = None if dataset is None else _file(dataset, "README.md", repo_type="dataset")
         licence = None if readme is None else ", ".join(licences(Path(readme))) or None
-        name = Path(source).name if dataset is None else source
-        report.data.append(Part(name, licence, count, passes))
+        report.data.append(Part(public(source, names), licence, count, passes))
     report.corpus = ", ".join(part.source for part in report.data)
     report.recipe = Recipe(
         train=options.train,
