@@ -10,7 +10,9 @@ and k stands in `q_norm` and `k_norm`.
 """
 
 import os
+import pickletools
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ from resformer.names import CONFIG, INDEX, SINGLE
 from resformer.untrusted import MIB, read_json, regular_file
 
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
+#: What torch.save writes of a map of tensors.
+_CLASSES = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
 _TOKENIZERS = ("tokenizer.pkl", "tokenizer/tokenizer.pkl")
 _SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
 #: The result's tensors -> nanochat's; {} is the layer's number.
@@ -280,8 +284,11 @@ def _sizes(path: Path) -> dict[str, Any]:
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:
     try:
+        _check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch's and pickle's, of any type, for a bad file
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile's, torch's and pickle's, of any type, for a bad file
         raise CheckpointError(f"{path}: cannot be read as weights alone: {one_line(error)}") from error
     if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
         raise CheckpointError(f"{path}: expected a map from names to tensors, as nanochat saves it.")
@@ -290,6 +297,22 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     if claimed > path.stat().st_size:
         raise CheckpointError(f"{path}: its tensors claim {claimed:,} bytes, the file has {path.stat().st_size:,}.")
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses what torch would unpack to more than the file has, and classes that weights have no use for."""
+    with zipfile.ZipFile(path) as archive:
+        entries, size = archive.infolist(), path.stat().st_size
+        if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
+            raise CheckpointError(f"{path}: is compressed; save it with torch.save, which does not compress.")
+        for entry in entries:
+            if not entry.filename.endswith("data.pkl"):
+                continue
+            if entry.file_size > MIB:
+                raise CheckpointError(f"{path}: names and shapes take {entry.file_size:,} bytes; at most {MIB:,}.")
+            for code, given, _ in pickletools.genops(archive.read(entry)):
+                if code.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not _CLASSES.fullmatch(str(given)):
+                    raise CheckpointError(f"{path}: holds {quoted(given)}; expected tensors by name and nothing else.")
 
 
 def _era(path: Path, weights: Mapping[str, torch.Tensor]) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,25 @@ def test_tensors_that_claim_more_than_the_file_has_are_refused(tmp_path: Path) -
     torch.save(weights, tmp_path / "run/model_000100.pt")
     with pytest.raises(CheckpointError, match=r"its tensors claim 281,\d+,\d+,\d+,\d+ bytes, the file has"):
         convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True)
+
+
+def test_weights_that_would_be_unpacked_to_more_than_the_file_are_refused(tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "run", 4)
+    path = tmp_path / "run/model_000100.pt"
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+
+    def refusal(method: int, before_stop: bytes) -> str:
+        with zipfile.ZipFile(path, "w", method) as archive:
+            for name, content in contents.items():
+                content = content[:-1] + before_stop + b"." if name.endswith("data.pkl") else content
+                archive.writestr(name, content)
+        with pytest.raises(CheckpointError) as refused:
+            convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True)
+        return str(refused.value)
+
+    assert "is compressed" in refusal(zipfile.ZIP_DEFLATED, b"")
+    assert "holds 'builtins bytearray'" in refusal(
+        zipfile.ZIP_STORED, b"cbuiltins\nbytearray\n\x8a\x04\0\0\0\x40\x85R0"
+    )
+    assert "names and shapes take" in refusal(zipfile.ZIP_STORED, b"X\0\0\x10\0" + bytes(2**20) + b"0")
