@@ -18,6 +18,7 @@ from resformer.convert.judging import Built, build, head_of
 from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.hub import Snapshot
+from resformer.loading import without_weights
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
 from resformer.safetensors_format import Shard, read_shard
 from resformer.untrusted import LARGEST_JSON, MIB, MOST_BYTES, check_folder, read_json
@@ -54,12 +55,7 @@ class Source:
         tensors are holes.
         """
         if self.alone:
-            base = (getattr(self.config, "base_model", None) or {}).get("name") or "MODEL"
-            raise CheckpointError(
-                f"{self.name}: holds connections alone, without the weights of {one_line(base)}. Make a checkpoint of "
-                f"both: resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {self.name!r})"
-                ".save_pretrained(FOLDER)."
-            )
+            raise without_weights(self.name, self.config)
         folder, temporary, hub = self.folder, None, self.hub
         if hub is None:
             check_folder(folder)

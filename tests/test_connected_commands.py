@@ -176,9 +176,16 @@ def test_connections_alone_are_pushed_and_added_from_the_hub(folder: Path, comma
     ]
     assert maps[0] == maps[1]
     assert inspected[0]["needs"] == {"base": "source", "revision": None, "changed": None}
-    refused = commands("verify", folder / "source", "you/connections")
-    assert refused.exit_code == 3
-    assert "holds connections alone, without the weights of source. Make a checkpoint of both" in refused.stderr
+    save_notes(tmp_path)
+    alone = tmp_path / "connections"
+    for words in (
+        ("verify", folder / "source", "you/connections"),
+        ("finetune", alone, "tuned", "--data", tmp_path / "notes.txt"),
+        ("analyze", alone),
+    ):
+        refused = commands(*words)
+        assert refused.exit_code == 3
+        assert "holds connections alone, without the weights of source. Make a checkpoint of both" in refused.stderr
     plain = AutoModelForCausalLM.from_pretrained(folder / "source").eval()
     with torch.no_grad():
         connected = resformer.connect(plain, "you/connections")(input_ids=IDS).logits

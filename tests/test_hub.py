@@ -135,6 +135,8 @@ def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path, comm
         return commands.refused(*words.split(), token={"no token": None, "wrong token": "hf_wrong"}.get(how, "hf_test"))
 
     assert_answers("push", answer, hub=commands.hub.url)
+    plain = commands.refused("push", tmp_path / "llama", "you/llama")  # `resformer card` is for connected models
+    assert "there is no model card. Write one that begins with `---`, `library_name: transformers`, `---`." in plain
     assert dict(public) == before
     assert not commands.hub.asked("commit")
 

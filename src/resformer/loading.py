@@ -10,7 +10,8 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file, logging
 
-from resformer.names import TOKENIZER_CONFIG
+from resformer.errors import CheckpointError, one_line
+from resformer.names import CONNECTIONS, INDEX, SINGLE, TOKENIZER_CONFIG
 from resformer.untrusted import check_folder, check_settings
 
 
@@ -30,7 +31,19 @@ def check_source(name: str | Path, **hub: Any) -> None:
 def load_config(name: str | Path, **options: Any) -> PreTrainedConfig:
     """The configuration of a checked folder or Hub id. The attention that it asks for is left to Transformers."""
     check_source(name, **options)
-    return without_kernels(AutoConfig.from_pretrained(name, trust_remote_code=False, **options))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    if Path(name, CONNECTIONS).is_file() and not (Path(name, SINGLE).exists() or Path(name, INDEX).exists()):
+        raise without_weights(name, config)
+    return without_kernels(config)
+
+
+def without_weights(name: str | Path, config: PreTrainedConfig) -> CheckpointError:
+    """The error for a folder of `save_connections`, where a whole checkpoint is read."""
+    base = (getattr(config, "base_model", None) or {}).get("name") or "MODEL"
+    return CheckpointError(
+        f"{name}: holds connections alone, without the weights of {one_line(base)}. Make a checkpoint of both: "
+        f"resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {str(name)!r}).save_pretrained(FOLDER)."
+    )
 
 
 def without_kernels(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -31,6 +31,8 @@ from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, LIST
 from resformer.safetensors_format import read_shard
 from resformer.untrusted import MOST_BYTES, names_in, read_bounded, read_json, regular_file
 
+_METADATA = "`---`, `library_name: transformers`, `---`"
+
 
 @dataclass(frozen=True)
 class PushReport(AsDict):
@@ -210,7 +212,7 @@ def push(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint folder.")
     names = [name for name in names_in(folder) if name != LISTING]
-    before, notes = _states(folder, names), tuple[str, ...]()
+    before, notes, connected = _states(folder, names), tuple[str, ...](), True
     if CONNECTIONS in names and not {SINGLE, INDEX} & {*names}:  # of `save_connections`
         read_shard(regular_file(folder / CONNECTIONS, folder, within=True))
         config, code = read_json(folder / CONFIG), {}
@@ -221,7 +223,8 @@ def push(
     else:
         opened = open_source(folder, heads=True).fetch(headers_only=True)
         config, notes = dict(opened.raw_config), opened.checkpoint.notes
-        has_code = isinstance(opened.config, ConnectedConfig) and (bundle or "auto_map" in config)
+        connected = isinstance(opened.config, ConnectedConfig)
+        has_code = connected and (bundle or "auto_map" in config)
         code = remote_code(opened.config) if has_code else {}
         kind = f"{method_of(view(connection_config(opened.config))) or opened.config.model_type} checkpoint"
         shards = [shard.name for shard in opened.checkpoint.shards]
@@ -232,7 +235,7 @@ def push(
         if name in taken or SIDE_FILES.fullmatch(name) or DESCRIPTIONS.fullmatch(name)
         for real in (regular_file(folder / name, folder, within=True),)
     }
-    warnings = [*notes, *_check_card(folder, contents.get(CARD), repo_id, bundle=bundle)]
+    warnings = [*notes, *_check_card(folder, contents.get(CARD), repo_id, bundle=bundle, connected=connected)]
 
     def check_unchanged() -> None:
         after = _states(folder, names)
@@ -282,19 +285,20 @@ def _states(folder: Path, names: Iterable[str]) -> dict[str, object]:
     return states
 
 
-def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle: bool) -> list[str]:
+def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle: bool, connected: bool) -> list[str]:
     """Warnings about the model card."""
     path = folder / CARD
     if not isinstance(card, bytes):
         write = f"resformer card {folder} --repository {repo_id}"
-        raise CheckpointError(f"{path}: there is no model card. One, with its metadata: {write}.")
+        way_out = f"One, with its metadata: {write}" if connected else "Write one that begins with " + _METADATA
+        raise CheckpointError(f"{path}: there is no model card. {way_out}.")
     try:
         text = card.decode("utf-8")
         metadata = card_metadata(text)
     except ValueError as error:
         raise CheckpointError(f"{path}: its metadata cannot be read: {one_line(error)}") from error
     if not metadata:
-        raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
+        raise CheckpointError(f"{path}: has no metadata; begin it with {_METADATA}.")
     warnings, option = [], f"--repository {repo_id}"
     if repo_id not in text:
         warnings.append(
