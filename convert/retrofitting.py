@@ -113,8 +113,8 @@ def retrofit(
     for field in sorted(fields.keys() - {*known}):
         if field in _GONE:
             raise ValueError(
-                f"`{field}` is not of a conversion, whose weights are the source's. Afterwards: {_GONE[field]}; "
-                "AutoTokenizer.from_pretrained(OUTPUT).save_pretrained(FOLDER)."
+                f"`{field}` is not of a conversion, whose weights are the source's. Afterwards: import resformer; "
+                f"{_GONE[field]}; AutoTokenizer.from_pretrained(OUTPUT).save_pretrained(FOLDER)."
             )
         hint = did_you_mean(field, known)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {', '.join(known)}.{hint}")

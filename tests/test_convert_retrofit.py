@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint, stored
+from command_server import python
 from conftest import assert_answers, others_slow
 from default_load import look, publish
 from safetensors.torch import load_file, save_file
@@ -290,6 +291,21 @@ def test_a_gguf_file_is_refused_with_the_two_lines_that_make_a_checkpoint_of_it(
     with torch.no_grad():
         expected = source(ids).logits
         torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("of_folder")(ids).logits, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [{"dtype": "bfloat16"}, {"max_shard_size": "5GB"}])
+def test_the_lines_that_change_dtype_and_shards_run_in_a_new_interpreter(asked: dict[str, str], tmp_path: Path) -> None:
+    """Which knows no connected family."""
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(ValueError, match="is not of a conversion") as refused:
+        retrofit(tmp_path / "source", tmp_path / "other", **asked)
+    lines = str(refused.value).partition("Afterwards: ")[2].rstrip(".")
+    names = f"OUTPUT, FOLDER = {str(tmp_path / 'out')!r}, {str(tmp_path / 'saved')!r}"
+    python("-c", f"from transformers import AutoModelForCausalLM, AutoTokenizer; {names}; {lines}")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["dtype"] == asked.get("dtype", "float32")
 
 
 def write_gguf(gguf: Any, model: Any, path: Path) -> None:
