@@ -17,7 +17,7 @@ from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
 from transformers import AutoModelForCausalLM
 
-from resformer import METHODS, ResFormerConfig, retrofit
+from resformer import METHODS, ResFormerConfig, retrofit, revert
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import Metric, carried_metadata, harness_metrics, is_as_made, metrics_of, model_card
@@ -227,6 +227,10 @@ def test_a_card_that_was_made_anew_does_not_keep_force_from_replacing_the_folder
         "",
     )
     check_target(folder, made_by="convert", force=True)
+    retrofit(folder, tmp_path / "deeper", method="mudd")
+    revert(tmp_path / "deeper", tmp_path / "again")  # without a card, as runs of nanochat are converted
+    assert card(tmp_path / "again")[0] == 0
+    check_target(tmp_path / "again", made_by="revert", force=True)
     card(folder, "--output", tmp_path / "card.md")  # in no listing
     with (folder / "README.md").open("a") as file:
         file.write("By hand.\n")

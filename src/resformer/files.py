@@ -220,13 +220,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_listed(path: Path, text: str) -> None:
-    """Writes a file as `replace_text` does; if the `LISTING` beside it has the file as it was, it has the new one."""
+    """Writes a file as `replace_text` does; a `LISTING` that had the file as it was, or none, has the new one."""
     before = fingerprint(path) if path.is_file() else None  # a file that somebody has edited stays theirs
     replace_text(path, text)
     listing = path.parent / LISTING
     with suppress(CheckpointError):  # a listing that cannot be read lists nothing
         values = read_json(listing, MOST_BYTES) if os.path.lexists(listing) else {}
-        if isinstance(files := values.get("files"), dict) and before is not None and files.get(path.name) == before:
+        if isinstance(files := values.get("files"), dict) and files.get(path.name) == before:
             files[path.name] = fingerprint(path)
             replace_text(listing, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
