@@ -1,11 +1,15 @@
 """What each method costs beside Llama: kernels and bytes of a forward, a backward and a decoding step.
 
     python benchmarks/traffic.py benchmarks/results/traffic.json [--time] [METHOD or SHAPE ...]
+    python benchmarks/traffic.py benchmarks/results/traffic_compiled.json --compiled [METHOD or SHAPE ...]
 
 Counted on the meta device, without memory, at real shapes: each operation that is no view is a kernel, and moves its
 inputs and outputs. 8,192 tokens in bfloat16, coefficients in float32; attention itself is left out, on both sides. A
 decoding step is one token after 128. On a GPU the same steps are timed too, with `sdpa`: `--time`. `minimum` is the
 fewest bytes that the equation adds to Llama's.
+
+`--compiled` counts what Inductor makes of a forward and a backward pass for a CPU, the model as one graph: its kernels,
+and the buffers that they read and write. Nothing runs.
 """
 
 import json
@@ -15,10 +19,15 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._functorch.config
+from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig, __version__
@@ -90,6 +99,10 @@ def no_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwa
     return (query + read).transpose(1, 2), None
 
 
+AttentionInterface.register("no_attention", no_attention)
+AttentionMaskInterface.register("no_attention", lambda *args, **kwargs: None)
+
+
 def config_of(method: str, shape: str) -> Any:
     sizes = {NAMES[letter]: size for letter, size in SHAPES[shape].items()}
     return LlamaConfig(**sizes) if method == "llama" else ResFormerConfig.for_method(method, **sizes)
@@ -155,7 +168,7 @@ def of_averages(rows: Sequence[Sequence[int]], state: int, sums: Sequence[int] =
 
 def build(method: str, shape: str, device: str) -> Any:
     made = config_of(method, shape)
-    attention = "no_attention" if device == "meta" else "sdpa"
+    attention = "sdpa" if device == "cuda" else "no_attention"
     with torch.device(device):
         return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
 
@@ -189,6 +202,42 @@ def counted(method: str, shape: str) -> dict[str, dict[str, int]]:
         with Traffic() as traffic:
             step()
         found[name] = {"kernels": traffic.kernels, "bytes": traffic.bytes}
+    return with_minimum(found, method, shape)
+
+
+class AllCompiled(Exception):
+    """In the place of running it."""
+
+
+def counted_compiled(method: str, shape: str) -> dict[str, dict[str, int]]:
+    """As `counted`, of what Inductor makes of forward and backward."""
+    found: dict[str, dict[str, int]] = {}
+
+    def count(graph: GraphLowering) -> Any:
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        moved, kernels, _ = graph.count_bytes()
+        found["backward" if graph.is_backward else "forward"] = {"kernels": len(kernels), "bytes": moved}
+        return SimpleNamespace(call=run, key="", path="", __file__="")
+
+    def run(inputs: Any) -> None:
+        raise AllCompiled
+
+    torch.compiler.reset()
+    model = build(method, shape, "cpu").base_model
+    ids, mask = torch.zeros(1, TOKENS, dtype=torch.long), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+    with (
+        patch.object(GraphLowering, "compile_to_module", count),
+        torch._functorch.config.patch(settings),
+        torch._inductor.config.patch({"fx_graph_cache": False}),
+        suppress(AllCompiled),
+    ):
+        torch.compile(model, fullgraph=True)(input_ids=ids, attention_mask=mask, use_cache=False)
+    return with_minimum(found, method, shape)
+
+
+def with_minimum(found: dict[str, dict[str, int]], method: str, shape: str) -> dict[str, dict[str, int]]:
     for name, least in minimum(config_of(method, shape)).items() if method != "llama" else ():
         found[name]["minimum"] = least
     return found
@@ -216,17 +265,16 @@ def timed(methods: list[str], shape: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    AttentionInterface.register("no_attention", no_attention)
-    AttentionMaskInterface.register("no_attention", lambda *args, **kwargs: None)
     output, *words = sys.argv[1:]
     shapes = [word for word in words if word in SHAPES] or [*SHAPES]
     chosen = [word for word in words if word in METHODS] or [name for name in METHODS if name != "transformer"]
-    if unknown := {*words} - {*SHAPES, *METHODS, "--time"}:
+    if unknown := {*words} - {*SHAPES, *METHODS, "--time", "--compiled"}:
         raise SystemExit(f"neither a method nor a shape: {', '.join(sorted(unknown))}")
     methods = ["llama", *chosen]
     report: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/traffic.py", *sys.argv[1:]])}
     report |= {"tokens": TOKENS, "torch": torch.__version__, "transformers": __version__}
-    report["counted"] = {shape: {method: counted(method, shape) for method in methods} for shape in shapes}
+    count = counted_compiled if "--compiled" in words else counted
+    report["counted"] = {shape: {method: count(method, shape) for method in methods} for shape in shapes}
     if "--time" in words:
         report["gpu"] = torch.cuda.get_device_name()
         report["milliseconds"] = {shape: timed(methods, shape) for shape in shapes}

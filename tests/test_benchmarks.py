@@ -55,6 +55,16 @@ def test_kernels_and_bytes_are_counted_beside_llama(tmp_path: Path) -> None:
     assert 0 < more - (sums + 3 * (layers + 1)) * state < 0.01 * more  # and a copy, written twice
 
 
+@pytest.mark.slow
+def test_what_a_compiler_makes_is_counted(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = script("traffic")
+    monkeypatch.setitem(traffic.SHAPES, "tiny", dict(zip("LDFHKV", (4, 512, 64, 2, 2, 32), strict=True)))
+    llama, mudd = (traffic.counted_compiled(each, "tiny") for each in ("llama", "mudd"))
+    for step in ("forward", "backward"):
+        assert 0.8 < (mudd[step]["bytes"] - llama[step]["bytes"]) / mudd[step]["minimum"] < 1.3
+        assert mudd[step]["kernels"] > llama[step]["kernels"] > 20
+
+
 def test_a_stranger_recomputes_each_published_row(tmp_path: Path, script: Callable[[str], Any]) -> None:
     recompute, page = script("recompute"), PAGE.read_text(encoding="utf-8")
     assert "resformer" not in re.findall(r"(?:from|import) (\w+)", Path(recompute.__file__).read_text(encoding="utf-8"))

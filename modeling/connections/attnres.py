@@ -143,6 +143,8 @@ def attended(ended: torch.Tensor, last: torch.Tensor, scales: torch.Tensor, quer
 
 
 def _products(ended: torch.Tensor, last: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # compilers fuse sums
+        return torch.cat([(each * query.mT).sum(-1, keepdim=True) for each in (ended, last[None])])
     return torch.cat((ended @ query, (last @ query)[None]))
 
 

@@ -129,10 +129,12 @@ class HyperConnections(Connection):
             columns = torch.cat((gain, *mix), dim=-1)
             mean = columns.mean(-2, keepdim=True)
             gain, *mix = torch.cat((mean, columns - mean), dim=-2).split([1, n, 1][: 1 + len(mix)], dim=-1)
-        weights = torch.cat((read.unsqueeze(-2), *mix[:1]), dim=-2).to(states.dtype)
-        mixed = weights @ states
-        if mix:
-            mixed, states = mixed.split([1, n + sublayer], dim=-2)
+        rows = [read.unsqueeze(-2), *mix[:1]]
+        if torch.compiler.is_compiling():  # compilers fuse sums
+            made = [(each.to(states.dtype).unsqueeze(-1) * states.unsqueeze(-3)).sum(-2) for each in rows]
+        else:
+            made = (torch.cat(rows, dim=-2).to(states.dtype) @ states).split([each.shape[-2] for each in rows], dim=-2)
+        mixed, states = [*made, states][:2]
         result = stream + plus_outer(mixed, excess.to(stream.dtype), stream).squeeze(-2)
         if len(mix) > 1:  # rows of R that do not add to 1
             states = plus_outer(states, mix[1].squeeze(-1).to(states.dtype), stream)
