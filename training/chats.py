@@ -38,7 +38,8 @@ _FEATURES = Features(
 )
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _WAY_OUT = "use another --tokenizer, or leave it out of the data"
-_SIGNS = "\ue000[0-9.]+\ue000"
+#: Of each text of a chat, printable: a template may show the whole message as Python does.
+_SIGNS = "⟦[0-9]+[.][0-9]+⟧"
 _READ = {"role", "content", "tool_calls", "weight", *_THOUGHTS}
 
 
@@ -240,7 +241,7 @@ def _rows_of_one(
                 raise DataError(f"The chat template does not render {dropped} of role {message['role']}; {_WAY_OUT}.")
         prompt = render(signed[:number], add_generation_prompt=True)
         learned = text[common_prefix_length(prompt, text) :]
-        if {*re.findall(r"(\d+)\.", learned)} - {str(number)}:
+        if {*re.findall(r"⟦(\d+)\.", learned)} - {str(number)}:
             told = "The chat template renders what is before an answer otherwise once the answer follows"
             raise DataError(f"{told}; {_WAY_OUT}.")
         yield {"kind": _ANSWER, "prompt": messages[:number], "completion": [messages[number]], **more}
@@ -281,7 +282,7 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 def _signed(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The message with a sign after each of its texts and names of calls, so that none is found in another's."""
-    signs = (f"\ue000{number}.{each}\ue000" for each in count())
+    signs = (f"⟦{number}.{each}⟧" for each in count())
 
     def sign(text: Any) -> str:
         pieces = re.split(r"(</?think>)", str(text))
