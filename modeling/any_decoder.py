@@ -261,7 +261,7 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
         elif groups := getattr(attention, "mp_num", 0):  # queries, values and keys in each of a few groups of heads
             part, value_width = width // groups, width // groups // 3
             heads = query_heads
-        elif projection in _FUSED:
+        elif projection in _FUSED and getattr(attention, "multi_query", True):  # a GPT-BigCode without is by head
             queries = query_heads * head_dim
             part, value_width = width, (width - queries) // 2
             heads = value_width // head_dim

@@ -115,8 +115,8 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(model_type: str) -> Any:
-    """The configuration; raises whatever its class raises."""
+def small_config(model_type: str, **own: Any) -> Any:
+    """The configuration, with `own` fields of the text model; raises whatever its class raises."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default.get_text_config(decoder=True)
@@ -132,7 +132,7 @@ def small_config(model_type: str) -> Any:
     fields |= {
         name: 0.0 for name, value in stated.items() if re.search("drop|jitter", name) and isinstance(value, float)
     }
-    fields |= OWN.get(model_type, {})
+    fields |= OWN.get(model_type, {}) | own
     small = type(text)(**fields)
     if text is default:
         return small
@@ -148,9 +148,9 @@ def _sizes(config: Any) -> dict[str, Any]:
     return {name: size for name, size in SIZES.items() if vars(config).get(name) is not None}
 
 
-def small_decoder(model_type: str, most_parameters: int = 40_000_000) -> PreTrainedModel:
+def small_decoder(model_type: str, most_parameters: int = 40_000_000, **own: Any) -> PreTrainedModel:
     """A model in eval mode. Raises `ValueError` with the reason if it cannot be made so small."""
-    config = small_config(model_type)
+    config = small_config(model_type, **own)
     table = (
         MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -35,6 +35,7 @@ from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connected import added_modules
 from resformer.modeling.families import config_class, model_class
 from resformer.modeling.measured import MEASURED
+from resformer.modeling.versions import CACHE
 
 IDS = torch.arange(12).view(2, 6)
 QUICK = ("llama", "gemma3_text", "qwen3_moe", "phi3", "gpt_oss", "lfm2")
@@ -189,6 +190,26 @@ def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
     config.clip_qkv = 0.05
     said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth_attention")
     assert said == "in layer 1 its queries and keys are clipped after their projection."
+
+
+FUSED: list[tuple[str, dict[str, Any]]] = [
+    ("falcon", {"num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True}),  # 40B, 180B
+    ("falcon", {"num_kv_heads": 4, "multi_query": False, "alibi": True, "parallel_attn": False}),  # RW
+    ("gpt_bigcode", {"multi_query": True}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("phi3", {"num_key_value_heads": 1}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), FUSED)
+def test_values_are_where_each_form_of_a_family_fuses_them(model_type: str, fields: dict[str, Any]) -> None:
+    model = any_decoder.connected(small_decoder(model_type, **fields), {"connections": {"seen_values": {}}})
+    any_decoder.SeenValues.kept.clear()
+    with torch.no_grad():
+        cache = model(input_ids=IDS, use_cache=True)[CACHE]
+    for n, layer in enumerate(cache.layers):
+        values, cached = any_decoder.SeenValues.kept[n], layer.values.transpose(1, 2)
+        assert torch.equal(values.repeat_interleave(cached.shape[2] // values.shape[2], dim=2), cached)
 
 
 @pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "delta-attention-residuals", "mudd"])
