@@ -212,6 +212,11 @@ def test_values_are_where_each_form_of_a_family_fuses_them(model_type: str, fiel
         assert torch.equal(values.repeat_interleave(cached.shape[2] // values.shape[2], dim=2), cached)
 
 
+def test_layers_that_scale_queries_by_their_position_share() -> None:
+    fields = {"num_hidden_layers": 8, "layer_types": None, "no_rope_layers": [1, 1, 1, 0] * 2, "floor_scale": 2}
+    assert not any_decoder.verdict(small_decoder("llama4_text", **fields), "sharing")
+
+
 @pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "delta-attention-residuals", "mudd"])
 def test_threads_that_call_a_model_at_once_get_what_each_gets_alone(method: str) -> None:
     model = resformer.connect(small_decoder("llama"), method)
