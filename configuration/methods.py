@@ -5,6 +5,7 @@ configuration from a name.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,9 +141,8 @@ def fields_within_kinds(method: str, config: Any) -> dict[str, Any]:
         if name in fields and len(set(kinds)) > 1:
             sources = [*range(layers)]
             for kind in set(kinds):
-                members = [
-                    n for n, each in enumerate(kinds) if each == kind and ("attention" in kind[0] or not kind[0])
-                ]
+                attends = re.search("(?<!linear_)attention|hybrid|^$", kind[0])
+                members = [n for n, each in enumerate(kinds) if attends and each == kind]
                 for n, source in zip(members, method_fields(method, len(members) or 1)[name], strict=False):
                     sources[n] = members[source]
             fields[name] = sources

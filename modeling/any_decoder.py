@@ -52,8 +52,12 @@ _SCALED = (
 _ADDED_OTHERWISE = (
     "BloomBlock FalconDecoderLayer MptBlock DbrxBlock MiniCPM3DecoderLayer Block BeamDecoderLayer BeamLayer".split()
 )
-#: Attentions that keep more in their cache than keys and values, or read their projections by name, measured.
-_SHARE_OTHERWISE = ("InklingAttention", "InklingTextAttention", "ModernBertDecoderAttention")
+#: Attentions that keep more in their cache than keys and values, or whose family reads or ties their projections by
+#: name, measured.
+_SHARE_OTHERWISE = (
+    "InklingAttention InklingTextAttention ModernBertDecoderAttention RecurrentGemmaAttention ZambaAttention "
+    "Zamba2Attention"
+).split()
 SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 _OF_THE_STREAM = {"layer_input", "layer_output", *SUBLAYER_INPUTS, *SUBLAYERS_ADDED}
@@ -335,7 +339,7 @@ def _why_it_cannot_share(attention: nn.Module, config: Any, values: ValueProject
         return "its queries, keys and values are not made by `q_proj`, `k_proj` and `v_proj`"
     if "widths" in queries_unknown:
         return queries_unknown
-    if type(attention).__name__ in _SHARE_OTHERWISE:
+    if type(attention).__name__ in _SHARE_OTHERWISE or getattr(attention, "indexer", None) is not None:
         return "its attention keeps or reads more than keys and values"
     on_disk = get_checkpoint_conversion_mapping(config.model_type.removeprefix("resformer_")) or ()
     if any(re.search(r"[kv]_proj", str(each.target_patterns)) for each in on_disk if isinstance(each, WeightConverter)):

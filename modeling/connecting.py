@@ -147,7 +147,11 @@ def chosen_fields(
         default = ["resformer"] if method is None and not fields else []
         names = [method] if isinstance(method, str) else method or default
         for name in names:
-            for field, value in fields_within_kinds(name, text_config(config)).items():
+            of_method = fields_within_kinds(name, text_config(config))
+            sources = [value for field, value in of_method.items() if field.endswith("_sources")]
+            if sources and all(each == [*range(len(each))] for each in sources):
+                raise ValueError(f"{name}: no two of its layers have attention of one kind, and none shares.")
+            for field, value in of_method.items():
                 if field == "connections":
                     value = {**chosen.get(field, {}), **value}
                 elif chosen.get(field, value) != value:

@@ -23,8 +23,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import resformer
-from resformer.configuration.methods import METHODS, fields_within_kinds
-from resformer.modeling.any_decoder import Decoder, text_config
+from resformer.configuration.methods import METHODS
+from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.connecting import chosen_fields, connected_config
 from resformer.modeling.connection import coefficient
 from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
@@ -68,19 +69,23 @@ class Gained(resformer.Connection):
 
 def sharing(model: PreTrainedModel) -> dict[str, Any]:
     """Pairs of layers, each of one kind."""
-    return fields_within_kinds("cla2", text_config(model.config))
+    return chosen_fields(model.config, "cla2", {}, plain=False)
 
 
 def with_values(model: PreTrainedModel) -> list[int]:
     return [n for n, places in enumerate(Decoder(model).places) if places.values is not None]
 
 
-def connected(base: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
-    """A copy with connections; raises `ValueError` with the reason if it is refused."""
+def fields_for(base: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
+    """The same, with the layers of this model; raises `ValueError` if none are there to share."""
     if "value_embeddings" in fields:
         fields = fields | {"value_embeddings": with_values(base)[-2:] or [0]}
-    fields = fields or sharing(base)
-    return resformer.connect(copy.deepcopy(base), "transformer", lossy=True, **fields)
+    return fields or sharing(base)
+
+
+def connected(base: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
+    """A copy with connections; raises `ValueError` with the reason if it is refused."""
+    return resformer.connect(copy.deepcopy(base), "transformer", lossy=True, **fields_for(base, fields))
 
 
 def move(model: PreTrainedModel) -> None:
@@ -320,12 +325,20 @@ def assert_the_layer_is_the_familys(base: PreTrainedModel, model: PreTrainedMode
     assert torch.equal(logits_of(model), plain_logits(base)), "disconnected, it is another model"
 
 
-def verdict(base: PreTrainedModel, name: str) -> str:
-    """Empty if the connection passes everything; else why it is refused, or what fails."""
+def why_refused(base: PreTrainedModel, name: str) -> str:
+    """Empty if it is not."""
     try:
-        model = connected(base, CONNECTIONS[name])
+        Decoder(base).view(connected_config(base.config, "transformer", **fields_for(base, CONNECTIONS[name])))
     except ValueError as error:
         return str(error).partition(": ")[2] or str(error)
+    return ""
+
+
+def verdict(base: PreTrainedModel, name: str) -> str:
+    """Empty if the connection passes everything; else why it is refused, or what fails."""
+    if said := why_refused(base, name):
+        return said
+    model = connected(base, CONNECTIONS[name])
     if name == "sharing":
         return verdict_on_sharing(base, model)
     if name == "own":
