@@ -63,8 +63,10 @@ SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 _OF_THE_STREAM = {"layer_input", "layer_output", *SUBLAYER_INPUTS, *SUBLAYERS_ADDED}
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
 #: Attention in a wider sense: its values are no values of a softmax. BigBird's is another module for short texts.
+#: All classes of Kimi Linear and RecurrentGemma have such a name.
 _OTHER_MIXERS = re.compile(
-    r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram|BigBird", re.IGNORECASE
+    r"(?<!Kimi)Linear|Lightning|Delta|Recurrent(?!Gemma)|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram|BigBird",
+    re.IGNORECASE,
 )
 
 
@@ -285,10 +287,10 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
         queries_unknown = ""
         if projection not in ("v_proj", *_AFTER_VALUES) or not {"q_proj", "k_proj"} <= attention._modules.keys():
             queries_unknown = "its queries, keys and values are not made by `q_proj`, `k_proj` and `v_proj`"
-        elif _width(attention._modules["q_proj"]) != query_heads * head_dim:
-            queries_unknown = "its `q_proj` returns more than queries"
         elif _width(attention._modules["k_proj"]) != width:
             queries_unknown = "its keys and values have different widths"
+        elif _width(attention._modules["q_proj"]) != query_heads * head_dim:
+            queries_unknown = "its `q_proj` returns more than queries"
         elif getattr(config, "clip_qkv", None):
             queries_unknown = "its queries and keys are clipped after their projection"
         elif (names := inspect.unwrap(type(attention).forward).__code__.co_names) and (

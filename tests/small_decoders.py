@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -66,7 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
     **{each: {"head_dim": 16} for each in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{each: {"layer_types": ["conv", "full_attention"] * 2} for each in ("lfm2_moe", "lfm3", "lfm3_vl")},
     "nanochat_2026": {"smear": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [32, 32]},
@@ -97,6 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
         each: {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
         for each in ("inkling2_loop", "inkling2_loop_text")
     },
+    "mimo_v2_flash": {"head_dim": 24},
     "mistral4": {"head_dim": 32},
     **{
         each: {
@@ -108,6 +110,8 @@ OWN: dict[str, dict[str, Any]] = {
         }
         for each in ("qwen4_exp", "qwen4_exp_text")
     },
+    "lara_mini": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "step3p7": {"sliding_window": 8},
     "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -151,14 +155,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 def small_decoder(model_type: str, most_parameters: int = 40_000_000, **own: Any) -> PreTrainedModel:
     """A model in eval mode. Raises `ValueError` with the reason if it cannot be made so small."""
     config = small_config(model_type, **own)
-    table = (
-        MODEL_FOR_CAUSAL_LM_MAPPING
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    )
-    model_class = table[type(config)]
-    if model_class.config_class is config.sub_configs.get("text_config"):  # as the Auto class does
-        config = config.get_text_config()
+    model_class, config = class_and_config(config)
     _in_short_chunks(model_class)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
@@ -166,6 +163,21 @@ def small_decoder(model_type: str, most_parameters: int = 40_000_000, **own: Any
         raise ValueError(f"has {size:,} parameters at the least")
     torch.manual_seed(0)
     return model_class(config).eval()
+
+
+def default_decoder(model_type: str) -> PreTrainedModel:
+    """A model of the sizes that Transformers gives the type by default, without memory."""
+    model_class, config = class_and_config(CONFIG_MAPPING[model_type]())
+    with torch.device("meta"), no_init_weights():
+        return model_class(config).eval()
+
+
+def class_and_config(config: Any) -> tuple[Any, Any]:
+    """The class of the model, and the configuration that it takes: of the text alone, as the Auto class does."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)[type(config)]
+    of_text = model_class.config_class is config.sub_configs.get("text_config")
+    return model_class, config.get_text_config() if of_text else config
 
 
 def _in_short_chunks(model_class: type) -> None:

@@ -13,7 +13,7 @@ from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
-from small_decoders import TYPES, small_config, small_decoder
+from small_decoders import TYPES, default_decoder, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from transformers import (
     CONFIG_MAPPING,
@@ -62,6 +62,7 @@ def test_the_documentation_and_connect_know_what_was_measured() -> None:
 def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     model = small_decoder("gemma3_text")
     bad = {"value_residual": "learnabel"}
+    alone = small_decoder("nemotron_h", layers_block_type=["mamba", "moe", "attention", "mlp"])
     reentrant = small_decoder("llama").train()
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     for refused, said in (
@@ -78,6 +79,7 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
             "has `value_residual`='learnable'",
         ),
         (lambda: resformer.disconnect(small_decoder("llama")), "has no connections"),
+        (lambda: resformer.connect(alone, "cla2", lossy=True), "no two of its layers have attention of one kind"),
     ):
         with pytest.raises(ValueError, match=said) as error:
             refused()
@@ -215,6 +217,23 @@ def test_values_are_where_each_form_of_a_family_fuses_them(model_type: str, fiel
 def test_layers_that_scale_queries_by_their_position_share() -> None:
     fields = {"num_hidden_layers": 8, "layer_types": None, "no_rope_layers": [1, 1, 1, 0] * 2, "floor_scale": 2}
     assert not any_decoder.verdict(small_decoder("llama4_text", **fields), "sharing")
+
+
+#: Widths of queries and values differ; one attention; many layers without, and a name that is one of those.
+UNLIKE_SMALL_ONES = ("mimo_v2_flash", "nemotron_h", "qwen3_next", "kimi_linear", "recurrent_gemma")
+
+
+@pytest.mark.parametrize("model_type", others_slow(sorted(MEASURED), [*QUICK, *UNLIKE_SMALL_ONES]))
+def test_what_is_refused_at_the_sizes_of_transformers_is_what_was_measured(model_type: str) -> None:
+    try:
+        model = default_decoder(model_type)
+    except Exception as error:  # any of a family's code
+        pytest.skip(f"Transformers makes no model of it: {error}")
+    expected = any_decoder.refused(any_decoder.documented()[model_type])
+    refused = {name for name in any_decoder.CONNECTIONS if any_decoder.why_refused(model, name)}
+    if refused != expected:  # a hybrid may have one attention at the most
+        assert sum(places.values is not None for places in Decoder(model).places) < 2
+        assert expected < refused
 
 
 @pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "delta-attention-residuals", "mudd"])
