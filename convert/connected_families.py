@@ -45,8 +45,8 @@ _MOST = {
     r"(?!.*size).*expert.*": 20_000,
     r".*": 2**25,
 }
-#: Bytes of tables of positions, and masks, in the families that make some.
-_MOST_IN_TABLES = 2**28
+#: Bytes of a table of positions, or a mask, in the families that make some, and of all of them.
+_MOST_IN_TABLES = 2**28, 2**31
 
 
 def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
@@ -86,11 +86,13 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
         model = meta_model(with_connections(connection_config(config)))
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    if (size := _in_tables(model)) > _MOST_IN_TABLES:
-        raise CheckpointError(
-            f"{where}: makes tables of {size:,} bytes, expected at most {_MOST_IN_TABLES:,}: "
-            "max_position_embeddings, or image_size, is too large."
-        )
+    sizes = _in_tables(model)
+    for size, most in zip((max(sizes, default=0), sum(sizes)), _MOST_IN_TABLES, strict=True):
+        if size > most:
+            raise CheckpointError(
+                f"{where}: makes tables of {size:,} bytes, expected at most {most:,}: max_position_embeddings, "
+                "image_size, or another size is too large."
+            )
     return config
 
 
@@ -101,12 +103,12 @@ def _of_text_alone(config: PreTrainedConfig) -> bool:
     return text is not None and getattr(model_class, "config_class", None) is text
 
 
-def _in_tables(model: PreTrainedModel) -> int:
-    """Bytes of tables and masks, of positions for one, which are filled in memory before weights are looked at."""
+def _in_tables(model: PreTrainedModel) -> list[int]:
+    """Bytes of each table and mask, of positions for one, which are filled in memory before weights are looked at."""
     filled = [] if hasattr(text_config(model.config), "rope_parameters") else model.modules()
     tables = [each.weight for each in filled if isinstance(each, torch.nn.Embedding)]
     tokens: Any = model.get_input_embeddings()
-    return sum(each.nbytes for each in (*tables, *model.buffers()) if each is not tokens.weight)
+    return [each.nbytes for each in (*tables, *model.buffers()) if each is not tokens.weight]
 
 
 def _config_class(where: Path, model_type: object) -> type[PreTrainedConfig]:
