@@ -67,11 +67,9 @@ def head_of(config: PreTrainedConfig) -> str | None:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     head = head_of(config)
-    return (
-        language_model_class(config)
-        if head is None
-        else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
-    )
+    if head is None:
+        return language_model_class(config)
+    return getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
 
 
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -222,8 +222,9 @@ def _rows_of_one(
         name for name in unread if is_without([{key: x for key, x in each.items() if key != name} for each in messages])
     )
     names = [str((tool.get("function") or tool).get("name")) for tool in more["tools"] or ()]
-    if left := [name for name in names if name not in whole] or names * is_without(messages, None):
-        raise DataError(f"The chat template does not render `tools` ({left[0]}); {_WAY_OUT}.")
+    left = [name for name in names if name not in whole]
+    if left or (names and is_without(messages, None)):
+        raise DataError(f"The chat template does not render `tools` ({[*left, *names][0]}); {_WAY_OUT}.")
     signed = [_signed(message, number) for number, message in enumerate(messages)]
     signed_whole = render(signed)
     everything = len(answers) == sum(message["role"] == "assistant" for message in messages)

@@ -77,8 +77,10 @@ class SharedCache:
         return keys, values
 
     def get_seq_length(self, *args: Any) -> Any:
-        if self.cache is None or any(self.makes):
-            return 0 if self.cache is None else self.cache.get_seq_length(*args)
+        if self.cache is None:
+            return 0
+        if any(self.makes):
+            return self.cache.get_seq_length(*args)
         # This layer stores nothing, and those before it have stored the tokens of this pass.
         return self.cache.get_seq_length() - self.places.tensors["hidden_states"].shape[-2]
 
