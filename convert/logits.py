@@ -165,7 +165,8 @@ def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None
             use_cache=True,
             **{CACHE: cache},
         )
-        cache = output[CACHE]
+        if (cache := output.get(CACHE)) is None:  # an encoder
+            return plain.flatten(0, 1)
         parts.append(part)
     cached = torch.cat(parts, 1)
     of_padding = max(0, pad - (row - compared))

@@ -132,7 +132,7 @@ def retrofit(
     shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)
     if had and not added:
-        raise CheckpointError(f"{opened.name}: has these connections already: {had}.")
+        raise CheckpointError(f"{opened.name}: has these connections already: {had}. Choose others with --method.")
     reasons = [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(shape))]
     if reasons and not lossy:
         raise CheckpointError(

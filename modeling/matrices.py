@@ -32,6 +32,8 @@ def depth_mixing_matrix(model: torch.nn.Module) -> torch.Tensor:
 
 def decoder_of(model: Any) -> tuple[Any, list[Any]]:
     """(what has the layers, the layers with connections); empty modules for those of a model without connections."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"A {type(model).__name__} is no model: give the model that has the connections.")
     for module in model.modules():
         for child in module.children():
             if isinstance(child, torch.nn.ModuleList):  # whose layers may be wrapped or compiled

@@ -71,6 +71,7 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
         (lambda: resformer.connect(reentrant), "Reentrant gradient checkpointing loses the gradients"),
         (lambda: resformer.connect("gemma"), "takes a model, not its name"),
         (lambda: resformer.connect(model.config), "is a configuration, no model: `resformer.connected_config`"),
+        (lambda: resformer.value_mixing_matrix(model.config), "A Gemma3TextConfig is no model: give the model that"),
         (lambda: resformer.connect(model, "value_residual"), "Unknown method .* `value_residual` is a field\\."),
         (lambda: resformer.connect(model, ""), "Unknown method ''"),
         (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
@@ -404,8 +405,10 @@ def test_attention_kernels_agree(model_type: str, attention: str) -> None:
     assert torch.equal(tokens, sdpa)
 
 
-@used
-@pytest.mark.parametrize("part", others_slow(["layers", "model"], ["layers"]))
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [("gemma3_text", "layers"), *(pytest.param(each, "model", marks=pytest.mark.slow) for each in USED)],
+)
 def test_compiling_changes_no_gradient(model_type: str, part: str) -> None:
     model = build(model_type).train()
     expected = any_decoder.gradients(model)

@@ -89,6 +89,12 @@ def test_every_family_as_published_is_what_transformers_makes_of_it(family: str,
     assert {file.name for file in (tmp_path / "back").iterdir()} == names | {LISTING, "resformer_revert.json"}
 
 
+def test_an_encoder_is_compared_without_a_cache(tmp_path: Path) -> None:
+    saved(tmp_path / "bert", "bert")  # `is_decoder` is false
+    report = retrofit(tmp_path / "bert", tmp_path / "out", "denseformer")
+    assert report.logits.identical
+
+
 def test_a_configuration_is_the_sources_with_what_is_added(tmp_path: Path) -> None:
     saved(tmp_path / "source", "qwen3")
     report = retrofit(tmp_path / "source", tmp_path / "out", "denseformer")

@@ -205,11 +205,8 @@ def test_a_compiled_layer_is_compiled(host: str, wrap: Callable[..., Any]) -> No
     assert captured[1] >= captured[0]
 
 
-BROKEN = "llama qwen3_moe gemma3_text glm4 gpt_oss phi3".split()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", BROKEN)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> None:
     model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
     any_decoder.move(model)
