@@ -34,7 +34,10 @@ def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
     >>> cache_bytes_per_token(ResFormerConfig.for_method("svformer", **shape))
     51200
     ```"""
-    return _bytes_per_row(config, dtype) * (len(set(key_sources(config))) + len(set(value_sources(config))))
+    stored = [*{*key_sources(config)}, *{*value_sources(config)}]
+    if places := getattr(config, "places", None):  # of another family, whose layers of Mamba, for one, store no rows
+        stored = [layer for layer in stored if places[layer].values]
+    return _bytes_per_row(config, dtype) * len(stored)
 
 
 def cache_bytes(config: Any, tokens: int, batch_size: int = 1, dtype: Any = "bfloat16") -> int:

@@ -6,10 +6,13 @@ from functools import partial
 import pytest
 import torch
 from conftest import tiny_model, windowed_model
+from small_decoders import small_decoder
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from resformer import GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
+from resformer.convert.connected_families import cache_size
+from resformer.modeling.connecting import connected_config
 from resformer.modeling.versions import CACHE
 
 
@@ -41,6 +44,22 @@ def test_other_llama_style_configurations_are_read_too() -> None:
     expected = 3 * 2 * (2 * 8) * 2
     assert cache_bytes_per_token(LlamaConfig(**shape)) == cache_bytes_per_token(ResFormerConfig(**shape)) == expected
     assert cache_bytes_by_method(LlamaConfig(**shape)) == cache_bytes_by_method(ResFormerConfig(**shape))
+
+
+@pytest.mark.parametrize("family", ["jamba", "lfm2_moe", "gemma3n_text", "nemotron_h"])
+def test_layers_that_cache_nothing_are_not_counted(family: str) -> None:
+    model = small_decoder(family)
+    held = []
+    for tokens in (3, 5):
+        with torch.no_grad():
+            cache = model(torch.randint(3, 97, (1, tokens)), use_cache=True)[CACHE]
+        rows = [each for each in cache.layers if getattr(each, "keys", None) is not None]
+        held.append(sum(each.keys.nbytes + each.values.nbytes for each in rows))
+    stored = (held[1] - held[0]) // 2
+    assert cache_size(connected_config(model.config, "transformer"), torch.float32) == (stored, stored)
+    if family in ("lfm2_moe", "nemotron_h"):  # two layers of attention
+        shared = connected_config(model.config, "svformer")
+        assert cache_size(shared, torch.float32) == (stored * 3 // 4, stored)
 
 
 def test_unknown_dtypes_are_refused_by_name() -> None:
