@@ -23,12 +23,18 @@ from resformer.safetensors_format import FLOATING, Shard
 _STEPS = 4
 
 
+#: What families call the most tokens that a layer attends to.
+_WINDOWS = """sliding_window sliding_window_size window_size attention_window_size attention_chunk_size local_attention
+    local_attention_window_len""".split()
+
+
 def window_of(config: PreTrainedConfig) -> int:
-    """The sliding window of a model; 0 without one."""
+    """The window of a model's attention; 0 without one."""
     text = text_config(config)
     kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    return window if isinstance(window, int) and (kinds is None or "sliding_attention" in kinds) else 0
+    if kinds is not None and {*kinds} <= {"full_attention", "linear_attention"}:
+        return 0
+    return max(size for name in _WINDOWS if isinstance(size := getattr(text, name, 0), int))
 
 
 def not_compared(reason: str) -> CheckpointError:
@@ -66,7 +72,7 @@ class LogitsComparison:
 
     tokens: int  # at which logits are compared, in both readings: half of them at the end of each row
     row: int  # tokens of a row
-    window: int | None  # a sliding window that no row exceeds
+    window: int | None  # that no row exceeds
     identical: bool  # bit for bit, in both readings
     finite: bool  # all of the source's
     max_difference: float
@@ -97,7 +103,7 @@ def compare_logits(
         models: the name of each, for messages, and its folder; no more than one is in memory at a time.
         tokens: at which logits are compared, at least 16: half of them at the end of each row.
         text: the file and the token ids of the rows; default: random ones, from a fixed seed.
-        window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
+        window: the longest of both; rows exceed it, if it is at most `longest`.
 
     Raises:
         CheckpointError: a model does not run, or the text is too short.

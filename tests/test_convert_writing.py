@@ -16,6 +16,7 @@ from default_load import look
 from safetensors.torch import load_file, save_file
 from small_decoders import small_config
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -330,6 +331,17 @@ def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) ->
                 parameter += 0.1
     model.save_pretrained(tmp_path / "two")
     assert verify(tmp_path / "one", tmp_path / "two", verify="hashes").same is False
+
+
+WINDOWS = (
+    "mistral 4096 gemma3 4096 inkling_text 512 gpt_neo 256 recurrent_gemma 2048 llama4 8192 modernbert-decoder 128 "
+    "blt 512 deepseek_v4 128 unlimited_ocr 128 llama 0 qwen2_moe 0 dots1 0 qwen3_next 0 jamba 0"
+).split()
+
+
+@pytest.mark.parametrize(("model_type", "window"), zip(WINDOWS[::2], WINDOWS[1::2], strict=True))
+def test_the_window_of_a_family_is_found(model_type: str, window: str) -> None:
+    assert logits.window_of(CONFIG_MAPPING[model_type]()) == int(window)
 
 
 def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(
