@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -27,6 +27,7 @@ from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.loading import load_config
 from resformer.modeling.connecting import depth_mixing_matrix, value_mixing_matrix
+from resformer.modeling.families import language_model_class
 
 #: The name of `_attention` for Transformers' attention interface.
 _IMPLEMENTATION = "resformer_analysis"
@@ -287,7 +288,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     device = usable_device(device)
     try:
         config = load_config(checkpoint)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = language_model_class(config).from_pretrained(
             checkpoint, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
     except (ImportError, CheckpointError):

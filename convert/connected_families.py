@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connections import meta_model
-from resformer.convert.judging import UNUSED, head_of, without_code
+from resformer.convert.judging import UNUSED, without_code
 from resformer.convert.reading import plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import connected_config, family_of
+from resformer.modeling.families import language_model_class
 from resformer.modeling.measured import MEASURED
 
 _LOAD = "AutoModelForCausalLM.from_pretrained(SOURCE, {})"
@@ -74,8 +74,6 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
         layers = text_config(config).num_hidden_layers
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
-    if head_of(config) is None and _of_text_alone(config):
-        raise CheckpointError(f"{where}: AutoModelForCausalLM makes only the text model of it. {plain_way()}")
     if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if not isinstance(layers, int) or not 0 < layers <= 1000:
@@ -96,13 +94,6 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _of_text_alone(config: PreTrainedConfig) -> bool:
-    """Whether Transformers makes a causal model of its `text_config`, as of Qwen3.5 and Llama 4."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    text = config.sub_configs.get("text_config")
-    return text is not None and getattr(model_class, "config_class", None) is text
-
-
 def _in_tables(model: PreTrainedModel) -> list[int]:
     """Bytes of each table and mask, of positions for one, which are filled in memory before weights are looked at."""
     filled = [] if hasattr(text_config(model.config), "rope_parameters") else model.modules()
@@ -114,16 +105,19 @@ def _in_tables(model: PreTrainedModel) -> list[int]:
 def _config_class(where: Path, model_type: object) -> type[PreTrainedConfig]:
     """The class of the configuration, if checkpoints of this type have connections or can get them."""
     name = model_type if isinstance(model_type, str) else ""
-    causal, measured = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, name in MEASURED
-    if name in CONFIG_MAPPING and (issubclass(CONFIG_MAPPING[name], ConnectionFields) or (causal and measured)):
+    if name in CONFIG_MAPPING and (issubclass(CONFIG_MAPPING[name], ConnectionFields) or name in MEASURED):
         config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
         return config_class
-    if causal:
-        reason = "connections in its decoder are not known to work: not tried, or failed"
-    elif measured:
-        reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
+    if name in CONFIG_MAPPING:
+        reason = (
+            "connections in its decoder are not known to work: not tried, or failed. `resformer.connect` tries them in "
+            "the loaded model"
+        )
     else:
-        reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
+        reason = (
+            "Transformers has no model of it, and code of a checkpoint is not run. Take its files in Transformers' "
+            "form, if there are (often named NAME-hf)"
+        )
     raise CheckpointError(
         f"{where}: Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/any-decoder.md "
         "has the table of those that can."
@@ -203,7 +197,7 @@ def config_text(raw: Mapping[str, Any], config: Any, dtype: torch.dtype, unused:
     content = {name: value for name, value in without_code(raw).items() if name not in _LEFT_OUT}
     content |= {
         "model_type": config.model_type,
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__],
+        "architectures": [language_model_class(config)._model_mapping[type(config)].__name__],
         "dtype": str(dtype).removeprefix("torch."),
     }
     if isinstance(config, ConnectionFields):

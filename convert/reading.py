@@ -134,7 +134,8 @@ def plain_way(model: str = "AutoModelForCausalLM.from_pretrained(SOURCE)", state
     """The two lines of Transformers that save a checkpoint as plain safetensors."""
     return (
         f'Save it again with Transformers and convert that: {model}.save_pretrained("plain"{state}); '
-        'AutoTokenizer.from_pretrained(SOURCE).save_pretrained("plain").'
+        'AutoTokenizer.from_pretrained(SOURCE).save_pretrained("plain"). '
+        "Of a model that sees images: AutoModelForImageTextToText and AutoProcessor."
     )
 
 

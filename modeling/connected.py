@@ -14,6 +14,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.utils import output_capturing
 
+from resformer.configuration.connected_config import ConnectedConfig
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.acting import ConnectedLayer, change_class, keep_packed_sequences_apart
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connection import Added, StartsAsStated, set_initial_values, tensors_of
@@ -58,6 +60,18 @@ def initialize(module: Any) -> None:
         each.copy_(value)
 
 
+def of_the_text(config: Any, text_class: Any) -> Any:
+    """The configuration of the text model, with the connections that `config` has, if it is of more; else `config`."""
+    is_of_more = isinstance(config, ConnectedConfig) and not isinstance(config, text_class)
+    if not is_of_more:
+        return config
+    text = copy.deepcopy(config.get_text_config())
+    text.__class__ = text_class
+    for name in vars(config).keys() & {*CONNECTION_FIELDS, "base_model", "unused_weights"}:
+        setattr(text, name, getattr(config, name))
+    return text
+
+
 class ConnectedModel(PreTrainedModel):
     """Mixed into a model of a family, which it leaves what it is but for the connections of its decoder."""
 
@@ -65,6 +79,16 @@ class ConnectedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         if not any(isinstance(module, ConnectedLayer) for module in self.modules()):  # of a model within it
             self.add_connections(Decoder(self))
+
+    # Of a configuration of text and images, the Auto class makes some text models of the family too.
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        return super().from_pretrained(*args, config=of_the_text(config, cls.config_class), **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return super()._from_config(of_the_text(config, cls.config_class), **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -68,9 +68,10 @@ def _register(family: type[PreTrainedConfig], made: Any) -> None:
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """The Auto class of a language model: some that see images are in a mapping of their own alone."""
-    is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    """The Auto class of a language model: AutoModelForCausalLM makes of some that see images only the text model."""
+    autos = AutoModelForCausalLM, AutoModelForImageTextToText
+    causal, seeing = (auto._model_mapping.get(type(config), None) for auto in autos)
+    return autos[seeing not in (None, causal)]
 
 
 @functools.cache
@@ -118,11 +119,15 @@ def _as_the_family(module: ModuleType, family: type[PreTrainedConfig], made: typ
     for mapping in list(vars(module).values()):
         if isinstance(mapping, _LazyAutoMapping) and family in mapping and made not in mapping._extra_content:
             try:
-                found = mapping[family]
+                found: Any = mapping[family]
             except ImportError:  # a processor whose packages are not installed
                 continue
             is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
-            mapping.register(made, model_class(found, made) if is_model else found, exist_ok=True)  # type: ignore[arg-type]
+            if is_model:
+                is_of_text = found.config_class is family.sub_configs.get("text_config", made)
+                known: Any = config_class(found.config_class) if is_of_text else made
+                found = model_class(found, known)
+            mapping.register(made, found, exist_ok=True)
 
 
 def _convert_weights_alike(family: str, made: str) -> None:

@@ -12,6 +12,7 @@ from small_decoders import small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -89,7 +90,8 @@ def family_model(family: str, **fields: Any) -> PreTrainedModel:
         for name, value in {**dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0), **fields}.items():
             setattr(decoder.get_text_config(), name, value)
         torch.manual_seed(0)
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder)](decoder)
+        seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(decoder), None)
+        return (seeing or MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder)])(decoder)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **fields})
     return randomise(AutoModelForCausalLM.from_config(config))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from checkpoints import change_json
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 TEXTS = ["Two  spaces, 1234567 digits;\n\tdon't naïve 中文 Привет<end> after<end>before \U0001f600 ", "a b"]
 TURNS = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": "Yes."}]
@@ -23,13 +23,21 @@ def look(folder: Path) -> dict[str, Any]:
     return seen
 
 
+def auto_class(folder: Path) -> Any:
+    """Which Auto class makes the model that config.json names."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    made = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    named = made is not None and made.__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if named else AutoModelForCausalLM
+
+
 @torch.no_grad()
 def look_at_what_works(folder: Path, **more: Callable[[PreTrainedModel], Any]) -> dict[str, Any]:
     """Of a call that fails, the name of the error: both may fail alike.
 
     Neither a dtype nor an implementation of attention is asked for. `more` are calls with the model.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model = auto_class(folder).from_pretrained(folder, local_files_only=True).eval()
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

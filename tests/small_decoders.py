@@ -43,7 +43,7 @@ _SIZES: dict[int, str] = {
     4: "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head num_heads n_heads "
     "decoder_attention_heads encoder_layers encoder_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads mamba_dt_rank linear_conv_kernel_dim "
-    "num_blocks",
+    "num_blocks depth",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads "
     "altup_num_inputs index_n_heads multi_query_group_num num_experts_per_token",
     1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups moe_num_shared_experts "
@@ -150,6 +150,50 @@ def small_config(model_type: str, **own: Any) -> Any:
 
 def _sizes(config: Any) -> dict[str, Any]:
     return {name: size for name, size in SIZES.items() if vars(config).get(name) is not None}
+
+
+#: Those whose decoders are given images too -> what differs: their parts must fit each other.
+SEEING: dict[str, dict[str, Any]] = {
+    **{name: {} for name in "llava qwen2_5_vl qwen3_5 qwen3_vl".split()},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "idefics3": {"patch_size": 16, "image_size": 64},
+    "internvl": {"patch_size": [14, 14], "image_size": [28, 28]},
+    "mistral3": {"image_size": 56, "head_dim": 16},
+    "paligemma": {"projection_dim": 64},
+    "smolvlm": {"patch_size": 16, "image_size": 64},
+}
+
+
+def seeing_model(model_type: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model that sees images, and what it reads: a few tokens around an image."""
+    config = small_config(model_type)
+    vision, own = config.vision_config, SEEING[model_type]
+    own = {"patch_size": 14, "image_size": 28, "depth": 2, "deepstack_visual_indexes": [0], **own}
+    for part in (config, vision):
+        for name, value in own.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    for name in ("image_token_id", "image_token_index"):
+        if hasattr(config, name):
+            setattr(config, name, VOCABULARY - 1)
+    torch.manual_seed(0)
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).eval()
+    size = max(size) if isinstance(size := getattr(vision, "image_size", 0), list) else size
+    image: dict[str, torch.Tensor] = {"pixel_values": torch.randn(1, 3, size, size)}
+    if model_type in ("idefics3", "smolvlm"):
+        image["pixel_values"] = image["pixel_values"][None]  # several images a row
+    if model_type == "mistral3":
+        image["image_sizes"] = torch.tensor([[size, size]])
+    if model_type.startswith("qwen"):
+        patches = torch.randn(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+        image = {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with torch.no_grad():
+        seen = model.model.get_image_features(**image).pooler_output
+    tokens = sum(each.reshape(-1, each.shape[-1]).shape[0] for each in seen)
+    ids = torch.tensor([[5, 6, *[VOCABULARY - 1] * tokens, 7, 8]])
+    kinds = "mm_token_type_ids" if model_type.startswith("qwen") else "token_type_ids"
+    marked = {kinds: (ids == VOCABULARY - 1).long()} if kinds in inspect.signature(model.forward).parameters else {}
+    return model, {"input_ids": ids, **image, **marked}
 
 
 def small_decoder(model_type: str, most_parameters: int = 40_000_000, **own: Any) -> PreTrainedModel:

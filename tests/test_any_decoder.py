@@ -13,15 +13,13 @@ from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
-from small_decoders import TYPES, default_decoder, small_config, small_decoder
+from small_decoders import SEEING, TYPES, default_decoder, seeing_model, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -274,22 +272,13 @@ def test_layers_read_the_embeddings_beside_the_stream() -> None:
     assert torch.allclose(any_decoder.logits_of(model), any_decoder.logits_of(plain), atol=1e-6)
 
 
-def test_the_decoder_of_a_model_that_sees_images_is_connected(tmp_path: Path) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = Gemma3Config(
-        text_config=small_config("gemma3_text"),
-        vision_config={**vision, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_index=98,
-    )
-    torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    ids = torch.tensor([[5, *[98] * 4, 7, 8]])
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 98).long()}
+@pytest.mark.parametrize("model_type", others_slow(SEEING, ["gemma3"]))
+def test_the_decoder_of_a_model_that_sees_images_is_connected(model_type: str, tmp_path: Path) -> None:
+    model, inputs = seeing_model(model_type)
     with torch.no_grad():
         expected = model(**inputs).logits
         connected: Any = resformer.connect(model, "resformer-denseformer")
-        assert Decoder(connected).name == "model.language_model.layers"  # and not the tower, of as many layers
+        assert "vision" not in Decoder(connected).name  # the tower has as many layers
         assert torch.equal(connected(**inputs).logits, expected)
         any_decoder.move(connected)
         moved = connected(**inputs).logits

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from any_decoder import move
 from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint, stored
 from command_server import python
 from conftest import assert_answers, others_slow
 from default_load import look, publish
 from safetensors.torch import load_file, save_file
-from small_decoders import small_config
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from small_decoders import SEEING, seeing_model, small_config
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 import resformer
 import resformer.convert.retrofitting as retrofitting
@@ -28,7 +34,7 @@ from resformer.modeling.measured import MEASURED
 from resformer.names import LISTING
 
 #: Families whose decoders differ from Llama's: windows, experts, fused projections, images, names on the disk.
-OTHERS = "gemma3_text gemma3 qwen3_moe gpt_oss gpt2 deepseek_v3 phi3 glm4 bloom qwen3_next jamba".split()
+OTHERS = "gemma3_text gemma3 llava qwen3_5 qwen3_moe gpt_oss gpt2 deepseek_v3 phi3 glm4 bloom qwen3_next jamba".split()
 #: Those that the default walk leaves to the slow one.
 REST = sorted(MEASURED - {*OTHERS} - {name.partition("-")[0] for name in FAMILIES})
 
@@ -93,6 +99,26 @@ def test_an_encoder_is_compared_without_a_cache(tmp_path: Path) -> None:
     saved(tmp_path / "bert", "bert")  # `is_decoder` is false
     report = retrofit(tmp_path / "bert", tmp_path / "out", "denseformer")
     assert report.logits.identical
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", others_slow(SEEING, ["llava", "qwen3_5"]))
+def test_a_model_that_sees_images_is_what_connect_makes_of_it(family: str, tmp_path: Path) -> None:
+    model, inputs = seeing_model(family)
+    model.save_pretrained(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", "denseformer", progress=False)
+    source, out = (AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("source", "out"))
+    assert torch.equal(out(**inputs).logits, source(**inputs).logits)
+    resformer.connect(source, "denseformer").save_pretrained(tmp_path / "connected")
+    contents = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "connected")]
+    plain = [{name: value for name, value in each.items() if not isinstance(value, dict)} for each in contents]
+    assert plain[0] == plain[1] | {"transformers_version": plain[0]["transformers_version"]}
+    assert stored(tmp_path / "out") == stored(tmp_path / "connected")
+    if type(out.config) in AutoModelForCausalLM._model_mapping:  # of a Qwen3.5, the text model alone
+        move(out)
+        out.save_pretrained(tmp_path / "moved")
+        text, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "moved"), torch.arange(3, 40)[None]
+        assert torch.allclose(text.eval()(input_ids=ids).logits, out(input_ids=ids).logits, atol=1e-6)
 
 
 def test_a_configuration_is_the_sources_with_what_is_added(tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ from checkpoints import EXACT, change_json, contents, save_checkpoint
 from conftest import tiny_model
 from default_load import look
 from safetensors.torch import load_file, save_file
-from small_decoders import small_config
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     FineGrainedFP8Config,
     GenerationConfig,
@@ -93,11 +91,6 @@ def as_mxfp4(folder: Path) -> None:
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
 
 
-def as_images_too(folder: Path) -> None:
-    """Of a Qwen3.5, `AutoModelForCausalLM` loads the text model."""
-    AutoModelForImageTextToText.from_config(small_config("qwen3_5")).save_pretrained(folder)
-
-
 def as_pickle(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -107,7 +100,6 @@ FP8 = "model.layers.0.mlp.up_proj.weight"
 UNPLAIN: dict[str, Callable[[Path], object]] = {
     "fp8": as_fp8,
     "mxfp4": as_mxfp4,
-    "images too": as_images_too,
     "pickle": as_pickle,
     "no index": lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors"),
 }

@@ -60,7 +60,6 @@ PARTS = ("dbrx", "moshi")
 REFUSED = {
     **dict.fromkeys("hrm_text longcat_flash".split(), "it has no list of `num_hidden_layers`"),
     **dict.fromkeys("cpmant prophetnet trocr xlm xlnet".split(), "is not that of the next token"),
-    "mistral4": "AutoModelForCausalLM makes no model",
 }
 
 

@@ -27,8 +27,6 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PrinterCallback,
@@ -49,6 +47,7 @@ from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
+from resformer.modeling.families import language_model_class
 from resformer.modeling.saved_connections import checksums, coefficients, weights_have_changed
 from resformer.names import BESIDE_TRAINED
 from resformer.record import read_record, weight_digests
@@ -194,7 +193,7 @@ def build_trainer(
 ) -> tuple[RecipeTrainer, PreTrainedConfig]:
     """The trainer, with its `blocks` and `notes` on them, and the configuration as the checkpoint has it."""
     arguments = _training_arguments(options)
-    config = _loaded(AutoConfig, options.model)
+    config = _loaded(options.model)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     if reason := why_not_trained(config):
@@ -480,7 +479,7 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
 def digest_of_weights(name: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of one on this disk."""
     if not Path(name).is_dir():
-        return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))
+        return str(getattr(_loaded(name), "_commit_hash", None))
     return hashlib.sha256(json.dumps(weight_digests(Path(name))).encode()).hexdigest()
 
 
@@ -540,18 +539,18 @@ def _last(options: FinetuneOptions, now: dict[str, Any]) -> Path | None:
     return last
 
 
-def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
-    """Never runs, nor asks on stdin to run, a checkpoint's code."""
+def _loaded(name: str, **options: Any) -> Any:
+    """The configuration, or with options the model. Never runs, nor asks on stdin to run, a checkpoint's code."""
     try:
         config = load_config(name)
-        return config if auto_class is AutoConfig else auto_class.from_pretrained(name, config=config, **options)
+        return language_model_class(config).from_pretrained(name, config=config, **options) if options else config
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{name}: is no checkpoint that can be loaded: {one_line(error)}") from error
 
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
     kwargs |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loading = _loaded(AutoModelForCausalLM, name, **kwargs)
+    model, loading = _loaded(name, **kwargs)
     if problem := loading_problem(loading):  # Transformers would train what it has drawn
         raise CheckpointError(f"{name}: {problem}")
     if getattr(model, "is_quantized", False):

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.connection_fields import ConnectionFields
@@ -31,6 +24,7 @@ from resformer.errors import did_you_mean
 from resformer.files import check_target, replacing
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
+from resformer.modeling.families import language_model_class
 from resformer.modeling.measured import MEASURED
 from resformer.training.data import INDEX, DataError, load_documents
 from resformer.training.options import NewOptions, ScheduleOptions
@@ -124,9 +118,10 @@ def why_not_trained(config: PreTrainedConfig) -> str:
     Transformers' `loss_function` compares each token's logits with the next one. Other losses are those of XLNet and
     its kin, which predict the token itself, or several.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"AutoModelForCausalLM makes no model of {config.model_type}"
-    if "loss_function" not in inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward).__code__.co_names:
+    mapping = language_model_class(config)._model_mapping
+    if type(config) not in mapping:
+        return f"Transformers makes no language model of {config.model_type}"
+    if "loss_function" not in inspect.unwrap(mapping[type(config)].forward).__code__.co_names:
         return f"the loss of {config.model_type} is not that of the next token"
     return ""
 
@@ -287,7 +282,8 @@ def write_untrained(
         if weights:
             untrained_model(config, options.seed).save_pretrained(folder)
         else:
-            config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__], torch.float32
+            made = language_model_class(config)._model_mapping[type(config)]
+            config.architectures, config.dtype = [made.__name__], torch.float32
             config.save_pretrained(folder)
         save_tokenizer(tokenizer, folder)
 
@@ -299,8 +295,8 @@ def untrained_model(config: Any, seed: int) -> PreTrainedModel:
     """
     torch.manual_seed(seed)
     plain = with_connections(config) if isinstance(config, ConnectionFields) else config
-    weights = AutoModelForCausalLM.from_config(plain).state_dict()
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    weights = language_model_class(plain).from_config(plain).state_dict()
+    model: PreTrainedModel = language_model_class(config).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             source = weights.get(name)
