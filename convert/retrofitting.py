@@ -196,7 +196,7 @@ def retrofit(
 
 def _dropped(names: set[str], before: Any, tensors: Mapping[str, object]) -> dict[str, str]:
     """Tensors that the result's model has no use for: name in the source's files -> in its model."""
-    stored = stored_names(meta_model(before), names)
+    stored = stored_names(meta_model(before), names) | {name: name for name in names & tensors.keys()}
     if unknown := {name for name in names if stored.get(name) not in tensors}:
         raise CheckpointError(
             f"The method has no use for {first_names(unknown)}, which the source's files hold together with others: "

@@ -289,6 +289,15 @@ def test_what_a_connected_model_lacks_is_taken_out_of_its_file(
     assert (gone in stored(tmp_path / "more")) == link
 
 
+def test_what_sharing_drops_may_have_its_name_in_the_model(tmp_path: Path) -> None:
+    """Other libraries save a LLaVA so, and Transformers loads it."""
+    model, _ = seeing_model("llava")
+    model.save_pretrained(tmp_path / "source")
+    save_file({name: each.clone() for name, each in model.state_dict().items()}, tmp_path / "source/model.safetensors")
+    report = retrofit(tmp_path / "source", tmp_path / "out", "svformer", lossy=True, verify="hashes")
+    assert report.dropped == [f"model.language_model.layers.{n}.self_attn.v_proj.weight" for n in (1, 2, 3)]
+
+
 @pytest.mark.slow
 def test_a_mixture_of_many_experts_is_read_in_seconds(tmp_path: Path) -> None:
     """As many tensors as Qwen3-235B has: 36,000."""
