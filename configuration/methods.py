@@ -127,7 +127,7 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
 
 
 def fields_within_kinds(method: str, config: Any) -> dict[str, Any]:
-    """`method_fields` for a text model of several kinds of layers: sharing stays within each kind of attention.
+    """`method_fields` for a text model whose layers differ: values are those of attention, shared within one kind.
 
     Args:
         config: of the text model, with `num_hidden_layers` and, if layers differ, `layer_types`.
@@ -137,13 +137,16 @@ def fields_within_kinds(method: str, config: Any) -> dict[str, Any]:
     types = getattr(config, "layer_types", None) or [""] * layers
     rope = getattr(config, "no_rope_layers", None) or [1] * layers
     kinds = [*zip(types, rope, strict=True)] if len(types) == len(rope) == layers else [("", 1)] * layers
+    attending = [n for n, kind in enumerate(kinds) if re.search("(?<!linear_)attention|hybrid|^$", kind[0])]
+    for name in {"value_embeddings", "value_residual_layers"} & fields.keys():
+        if len(attending) > 1:  # other layers may have no values
+            fields[name] = [attending[n] for n in method_fields(method, len(attending))[name]]
     for name in ("key_sources", "value_sources"):
         if name in fields and len(set(kinds)) > 1:
             sources = [*range(layers)]
-            for kind in set(kinds):
-                attends = re.search("(?<!linear_)attention|hybrid|^$", kind[0])
-                members = [n for n, each in enumerate(kinds) if attends and each == kind]
-                for n, source in zip(members, method_fields(method, len(members) or 1)[name], strict=False):
+            for kind in {kinds[n] for n in attending}:
+                members = [n for n in attending if kinds[n] == kind]
+                for n, source in zip(members, method_fields(method, len(members))[name], strict=True):
                     sources[n] = members[source]
             fields[name] = sources
     return fields

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import resformer
+from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
@@ -184,6 +185,16 @@ def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_re
     with torch.no_grad():
         last = model(input_ids=any_decoder.IDS, logits_to_keep=3).logits
     assert torch.allclose(last, any_decoder.logits_of(model)[:, -3:], atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["value-embeddings", "resformer-sparse", "nanochat"])
+@pytest.mark.parametrize("model_type", ["jamba", "lfm2_moe", "minimax"])
+def test_methods_choose_their_layers_among_those_that_have_values(model_type: str, method: str) -> None:
+    model = small_decoder(model_type)
+    having = any_decoder.with_values(model)
+    config = resformer.connect(model, method, lossy=True).config
+    assert (config.value_embeddings or config.value_residual_layers) == having[-1:]  # of two of four
+    assert method_of(config) == method
 
 
 def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
