@@ -442,6 +442,17 @@ def of_studies() -> dict[str, list[str]]:
     added = conversions_early()
     _, *of_b12 = contrasts("b12")
     by = {row["architecture"]: -row["difference"]["mean"] for row in of_b12}
+    ((_, of_a),) = runs_of("a")
+    at_rates: dict[str, dict[float, list[float]]] = {}  # by the connections' rate
+    for run in of_a:
+        if run["learning_rate"] == of_a[0]["learning_rate"]:
+            of_rate = at_rates.setdefault(run["architecture"], {})
+            of_rate.setdefault(run.get("connection_learning_rate") or 0.0, []).append(run["loss"])
+    (base,) = map(statistics.fmean, at_rates.pop("transformer").values())
+    rates = {
+        method: ", ".join(f"{base - statistics.fmean(each[rate]):.3f}" for rate in sorted(each))
+        for method, each in at_rates.items()
+    }
     tokenised, words = report("c"), -study_rows("c")[1]["difference"]["mean"]
     (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
     first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
@@ -467,6 +478,7 @@ def of_studies() -> dict[str, list[str]]:
             f"{by['svformer']:.3f} nats a token, `resformer` by {by['resformer']:.3f} and `denseformer` by "
             f"{by['denseformer']:.3f}",
             f"`svformer` is {by['svformer minus GQA']:.3f} nats ahead of grouped-query attention",
+            f"`resformer` gains {rates['resformer']} nats and `denseformer` {rates['denseformer']}",
             f"on a BPE of {tokenised['vocabulary']:,}: its lead of {words:.3f} nats a token is "
             f"{words / tokenised['bytes_per_token']:.3f} a byte, that of `b12` {by['resformer']:.3f}",
             f"at {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
