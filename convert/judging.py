@@ -114,7 +114,7 @@ def loading_problem(loading: Mapping[str, Any]) -> str:
 
 
 def build(folder: Path, name: object) -> Built:
-    """The model of a folder, on the meta device: of its weights no byte is read."""
+    """The model of a folder, on the meta device: of each weight Transformers touches the first page, no more."""
     model, loading = load(folder, name, device_map={"": "meta"}, ignore_mismatched_sizes=True)
     tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in model.state_dict().items()}
     settings = model.generation_config.to_dict() if model.can_generate() else {}
