@@ -442,6 +442,7 @@ def of_studies() -> dict[str, list[str]]:
     added = conversions_early()
     _, *of_b12 = contrasts("b12")
     by = {row["architecture"]: -row["difference"]["mean"] for row in of_b12}
+    n20 = {row["architecture"]: row["difference"]["values"] for row in study_rows("n20")[1:]}
     ((_, of_a),) = runs_of("a")
     at_rates: dict[str, dict[float, list[float]]] = {}  # by the connections' rate
     for run in of_a:
@@ -460,6 +461,7 @@ def of_studies() -> dict[str, list[str]]:
         "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in of_b12)]),
         "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
         "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
+        "the signs of n20": max(*n20["mudd"], *n20["attnres"]) < 0 < min(n20["value-embeddings"]),
         "no sink": first < llama["uniform"]["importance_ratio"],
     }
     if wrong := [claim for claim, so in holds.items() if not so]:
@@ -478,6 +480,7 @@ def of_studies() -> dict[str, list[str]]:
             f"{by['svformer']:.3f} nats a token, `resformer` by {by['resformer']:.3f} and `denseformer` by "
             f"{by['denseformer']:.3f}",
             f"`svformer` is {by['svformer minus GQA']:.3f} nats ahead of grouped-query attention",
+            f"In `n20`, {_NUMBERS[len(n20['mudd'])]} of eight planned seeds",
             f"`resformer` gains {rates['resformer']} nats and `denseformer` {rates['denseformer']}",
             f"on a BPE of {tokenised['vocabulary']:,}: its lead of {words:.3f} nats a token is "
             f"{words / tokenised['bytes_per_token']:.3f} a byte, that of `b12` {by['resformer']:.3f}",

@@ -69,9 +69,9 @@ def _register(family: type[PreTrainedConfig], made: Any) -> None:
 
 def language_model_class(config: PreTrainedConfig) -> Any:
     """The Auto class of a language model: AutoModelForCausalLM makes of some that see images only the text model."""
-    autos = AutoModelForCausalLM, AutoModelForImageTextToText
-    causal, seeing = (auto._model_mapping.get(type(config), None) for auto in autos)
-    return autos[seeing not in (None, causal)]
+    causal = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    seeing = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    return AutoModelForCausalLM if seeing in (None, causal) else AutoModelForImageTextToText
 
 
 @functools.cache
