@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hub_server import Sparse
 from safetensors.torch import load_file
-from small_decoders import small_config
+from small_decoders import in_short_chunks, small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -91,7 +91,9 @@ def family_model(family: str, **fields: Any) -> PreTrainedModel:
             setattr(decoder.get_text_config(), name, value)
         torch.manual_seed(0)
         seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(decoder), None)
-        return (seeing or MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder)])(decoder)
+        model_class = seeing or MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder)]
+        in_short_chunks(model_class)
+        return model_class(decoder)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **fields})
     return randomise(AutoModelForCausalLM.from_config(config))
 

@@ -46,9 +46,9 @@ def look_at_what_works(folder: Path, **more: Callable[[PreTrainedModel], Any]) -
     def logits() -> list[Any]:
         return (model(input_ids=ids, return_dict=True).logits.double() + 0.0).tolist()
 
-    def generated(**options: Any) -> list[Any]:
-        torch.manual_seed(0)
-        options |= {"max_new_tokens": 4, "max_time": 60, "return_dict_in_generate": False}
+    def generated() -> list[Any]:
+        torch.manual_seed(0)  # a folder may ask for samples
+        options: Any = {"max_new_tokens": 4, "max_time": 60, "return_dict_in_generate": False}
         return model.generate(ids, attention_mask=mask, **options).tolist()
 
     def tokens() -> list[Any]:
@@ -61,8 +61,8 @@ def look_at_what_works(folder: Path, **more: Callable[[PreTrainedModel], Any]) -
     settings = model.generation_config.to_dict()
     seen: dict[str, Any] = {"dtype": str(model.dtype)}
     seen["generation"] = {k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
-    calls = {"logits": logits, "tokens": tokens, **{name: partial(call, model) for name, call in more.items()}}
-    calls |= {name: partial(generated, do_sample=name == "sampled") for name in ("greedy", "sampled")}
+    calls = {"logits": logits, "tokens": tokens, "generated": generated}
+    calls |= {name: partial(call, model) for name, call in more.items()}
     for name, call in calls.items():
         try:
             seen[name] = call()

@@ -1,4 +1,4 @@
-"""One rank of test_distributed_training.py: `torchrun --nproc_per_node 2 distributed_worker.py KIND FOLDER...`.
+"""One rank of test_distributed_training.py: `torchrun --nproc_per_node 2 distributed_worker.py KIND/NAME...`.
 
 Each folder holds a checkpoint and `batch.pt`. One step of SGD on two rows for each rank, under `ddp`, or under FSDP2 as
 Transformers (`fsdp`) or Accelerate (`accelerate`) sets it up, or tensor-parallel on all rows (`tp`); the result goes to
@@ -83,11 +83,10 @@ def run(folder: Path, kind: str) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    kind, *folders = sys.argv[1:]
-    for name in folders:
+    for folder in map(Path, sys.argv[1:]):
         try:
-            run(Path(name), kind)
+            run(folder, folder.parent.name)
         except Exception:
-            (Path(name) / "FAILED.txt").write_text(traceback.format_exc())
+            (folder / "FAILED.txt").write_text(traceback.format_exc())
         dist.barrier()
     dist.destroy_process_group()

@@ -32,18 +32,19 @@ _SIZES: dict[int, str] = {
     "lru_width word_embed_proj_dim n_positions n_ctx max_seq_len mamba_d_ssm embedding_size rnn_hidden_size emb_dim "
     "index_topk projector_hidden_size moe_hidden_size",
     48: "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim block_ff_dim "
-    "block_ffn_hidden_size intermediate_size_mlp",
-    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size",
+    "block_ffn_hidden_size intermediate_size_mlp dense_intermediate_size",
+    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
+    "moe_shared_expert_intermediate_size shared_experts_intermediate_size",
     24: "q_lora_rank",
     16: "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim head_dim global_head_dim attention_head_dim "
-    "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim d_kv index_head_dim swa_head_dim",
-    8: "sliding_window mamba_d_state ssm_state_size state_size chunk_size attention_window hidden_size_per_layer_input "
-    "laurel_rank rotary_dim ple_hidden_dim attention_chunk_size mamba_chunk_size",
+    "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim d_kv index_head_dim "
+    "swa_head_dim",
+    8: "sliding_window sliding_window_size mamba_d_state ssm_state_size state_size chunk_size attention_window "
+    "hidden_size_per_layer_input laurel_rank rotary_dim ple_hidden_dim attention_chunk_size mamba_chunk_size",
     4: "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head num_heads n_heads "
     "decoder_attention_heads encoder_layers encoder_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads mamba_dt_rank linear_conv_kernel_dim "
-    "num_blocks depth",
+    "num_blocks depth layers attention_heads linear_num_heads",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads "
     "altup_num_inputs index_n_heads multi_query_group_num num_experts_per_token",
     1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups moe_num_shared_experts "
@@ -200,7 +201,7 @@ def small_decoder(model_type: str, most_parameters: int = 40_000_000, **own: Any
     """A model in eval mode. Raises `ValueError` with the reason if it cannot be made so small."""
     config = small_config(model_type, **own)
     model_class, config = class_and_config(config)
-    _in_short_chunks(model_class)
+    in_short_chunks(model_class)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
     if size > most_parameters:
@@ -224,7 +225,7 @@ def class_and_config(config: Any) -> tuple[Any, Any]:
     return model_class, config.get_text_config() if of_text else config
 
 
-def _in_short_chunks(model_class: type) -> None:
+def in_short_chunks(model_class: type) -> None:
     """Delta rules pad what they read to chunks of 64, and loop over each: minutes of autograd for a few tokens."""
     for each in vars(sys.modules[model_class.__module__]).values():
         function: Any = inspect.unwrap(each) if callable(each) else each

@@ -128,7 +128,6 @@ def test_models_that_see_images_are_read_as_what_they_are(bundles: Path) -> None
     assert "AutoModelForImageTextToText.from_pretrained(" in checkpoint_card(saved).card.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
 def test_every_head_loads_saves_and_loads_again(name: str, bundles: Path, facts: dict[str, Any]) -> None:
     expected = json.loads((bundles / "bundles" / name / "config.json").read_text())["auto_map"]

@@ -9,7 +9,7 @@ import any_decoder
 import pytest
 import torch
 from checkpoints import byte_tokenizer, contents, save_checkpoint, save_notes, stored
-from conftest import cli
+from conftest import cli, others_slow
 from hub_server import Commands
 from safetensors.torch import load_file, save_file
 from small_decoders import small_config
@@ -229,7 +229,7 @@ def test_training_measuring_and_comparing(folder: Path, tmp_path: Path, monkeypa
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES[:2])
+@pytest.mark.parametrize("family", others_slow(FAMILIES[:2], FAMILIES[:1]))
 def test_from_scratch_with_the_decoder_of_a_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +271,7 @@ def test_from_scratch_with_the_decoder_of_a_family(
     assert (made["hidden_size"], made["vocab_size"], made["value_residual"]) == (32, 257, "learnable")
 
 
+@pytest.mark.slow
 def test_the_page_of_other_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[1] / "docs" / "any-decoder.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,10 @@ def test_every_family_as_published_is_what_transformers_makes_of_it(family: str,
     assert {*after} - {*before} == {*report.added}
     reverted = revert(tmp_path / "out", tmp_path / "back", verify="hashes", progress=False)
     assert reverted.family == report.family
-    assert look(tmp_path / "back") == expected
+    # All that Transformers reads is the source's.
+    config, back = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("source", "back"))
+    del config["auto_map"]
+    assert back == {**config, "dtype": expected["dtype"].removeprefix("torch.")}
     assert stored(tmp_path / "back") == before
     assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
     names = {file.name for file in (tmp_path / "source").iterdir()} - {"modeling_x.py"}
@@ -180,11 +183,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("family", others_slow(["llama", "gemma3_text"], ["gemma3_text"]))
 @pytest.mark.parametrize("way", WAYS)
-def test_commands_take_the_folders_of_each_other(way: str, family: str, tmp_path: Path) -> None:
+def test_commands_take_the_folders_of_each_other(way: str, tmp_path: Path) -> None:
     """The table in docs/converting.md."""
-    saved(tmp_path / "0", family)
+    saved(tmp_path / "0", "gemma3_text")
     expected, last, methods = look(tmp_path / "0")["logits"], tmp_path / "0", iter(("denseformer", "resformer"))
 
     def act(step: str, source: Path, output: Path) -> None:
@@ -208,7 +210,7 @@ def test_commands_take_the_folders_of_each_other(way: str, family: str, tmp_path
             return
         act(step, last, output)
         assert look(output)["logits"] == expected
-        assert inspect(output).family == family
+        assert inspect(output).family == "gemma3_text"
         last = output
 
 

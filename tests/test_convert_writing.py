@@ -306,9 +306,7 @@ def test_verify_compares_configurations(field: str, value: Any, family: str, tmp
     assert field in found.configuration
 
 
-@pytest.mark.parametrize(
-    "method", ["neutreno", "resformer-constant", "resformer-gated", "delta-attention-residuals", "mudd"]
-)
+@pytest.mark.parametrize("method", ["neutreno", "resformer-gated", "mudd"])
 def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", num_hidden_layers=3)
     retrofit(tmp_path / "one", tmp_path / "two", method, lossy=True)

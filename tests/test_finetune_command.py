@@ -377,6 +377,7 @@ def test_every_step_has_its_batch(work: Path, monkeypatch: pytest.MonkeyPatch, w
     assert f"| notes.txt | unknown | {report.data[0].tokens:,} | {report.passes['notes.txt']:.3g} |" in card
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_found_automatically_is_resumed_with_its_data(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

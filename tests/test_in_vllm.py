@@ -44,6 +44,7 @@ def head_is_vllms(model_type: str) -> bool:
     return torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * logits.abs().max().item())
 
 
+@pytest.mark.slow
 def test_heads_that_do_more_than_vllm_computes_are_known() -> None:
     causal = MEASURED & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     assert {each for each in causal if not head_is_vllms(each)} == causal & (DIVIDED | OTHER_HEADS)

@@ -17,7 +17,7 @@ from resformer.training.optimizer import is_connection
 #: Rounding errors are proportional to the unit roundoff: one bit less of precision would double the deviation.
 ONE_BIT = 2.0
 SEEDS = range(2)
-STEPS = 30
+STEPS = 15
 DTYPES = [torch.bfloat16, torch.float16]
 
 

@@ -200,6 +200,7 @@ def test_a_bound_of_the_logits_is_never_kept_and_ignored(method: str | None, tmp
         Nanochat2026Config(final_logit_softcapping=-1.0)
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_computes_the_same() -> None:
     model = nanochat(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     compiled = torch.compile(model, backend="eager", fullgraph=True)

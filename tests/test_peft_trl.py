@@ -177,6 +177,7 @@ PAIRS = {"prompt": ["two and two are"] * 4, "chosen": [" four"] * 4, "rejected":
 COMMON = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 3, "logging_steps": 1}
 
 
+@pytest.mark.slow
 def test_trainers_build_a_model_by_its_name_and_train_it(checkpoint: Path, tmp_path: Path) -> None:
     lengths = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
     pairs = Dataset.from_dict(PAIRS)

@@ -85,6 +85,7 @@ def test_a_stopped_run_ends_with_the_same_weights(source: str, optim: str | None
     assert [entry.get("loss") for entry in logs[0]] == [entry.get("loss") for entry in logs[1]]
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_and_branches_as_a_longer_one(work: Path) -> None:
     options = {"data": ["text.txt"], **SMALL, "fields": {**NARROW, "attention_dropout": 0.1}}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,11 @@ def ddp(work: Path) -> Path:
     return pretrain(work, "ddp", 2)
 
 
+@pytest.fixture(scope="module")
+def killed(work: Path) -> Path:
+    return pretrain(work, "killed", 2, KILLED_AT="13").with_suffix(".training")
+
+
 def losses(folder: Path) -> list[float]:
     return [entry.get("loss", entry.get("eval_loss")) for entry in json.loads((folder / "log.json").read_text())[:-1]]
 
@@ -76,19 +82,19 @@ def test_several_processes_have_the_losses_of_one(alone: Path, ddp: Path) -> Non
     AutoModelForCausalLM.from_pretrained(ddp)
 
 
-def test_a_killed_run_on_two_processes_resumes_to_the_bit(work: Path, ddp: Path) -> None:
-    killed = pretrain(work, "killed", 2, KILLED_AT="13")
-    assert last_checkpoint(work / "killed.training") is not None
-    pretrain(work, "killed", 2, "--resume")
-    whole, resumed = (load_file(folder / "model.safetensors") for folder in (ddp, killed))
-    assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
-    assert losses(killed) == losses(ddp)
-    assert metrics(killed)["resumed_from"] == 10
+def test_a_killed_run_on_two_processes_resumes_to_the_bit(work: Path, ddp: Path, killed: Path) -> None:
+    assert last_checkpoint(killed) is not None
+    shutil.copytree(killed, work / "resumed.training")
+    resumed = pretrain(work, "resumed", 2, "--resume")
+    whole, weights = (load_file(folder / "model.safetensors") for folder in (ddp, resumed))
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in whole.items())
+    assert losses(resumed) == losses(ddp)
+    assert metrics(resumed)["resumed_from"] == 10
 
 
-def test_a_run_of_two_processes_goes_on_in_one_with_the_same_batches(work: Path, ddp: Path) -> None:
-    moved = pretrain(work, "moved", 2, KILLED_AT="13")
-    pretrain(work, "moved", 1, "--resume")
+def test_a_run_of_two_processes_goes_on_in_one_with_the_same_batches(work: Path, ddp: Path, killed: Path) -> None:
+    shutil.copytree(killed, work / "moved.training")
+    moved = pretrain(work, "moved", 1, "--resume")
     assert losses(moved) == pytest.approx(losses(ddp), abs=1e-4)
     assert metrics(moved)["processes"] == 1
 

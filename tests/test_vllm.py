@@ -35,28 +35,22 @@ def assert_generated(row: dict[str, Any]) -> None:
     assert row["largest"] < 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_log_probabilities_are_those_of_generate(family: str, tmp_path: Path) -> None:
-    rows = served([(family, method, "eager") for method in METHODS], tmp_path)
+def test_tokens_and_log_probabilities_are_those_of_generate(tmp_path: Path) -> None:
+    rows = served([(family, method, "eager") for family in FAMILIES for method in METHODS], tmp_path)
     for row in rows.values():
         assert_generated(row)
-    own, shared = (rows[family, method]["tokens of cache"] for method in ("value-embeddings", "cla2"))
-    assert shared // 128 == pytest.approx(2 * own // 128, abs=1)
+    for family in FAMILIES:
+        own, shared = (rows[family, method]["tokens of cache"] for method in ("value-embeddings", "cla2"))
+        assert shared // 128 == pytest.approx(2 * own // 128, abs=1)
 
 
-def test_the_compiled_model_gives_the_same(tmp_path: Path) -> None:
-    rows = served([("llama", "resformer-denseformer", "compiled"), ("qwen3", "value-embeddings", "compiled")], tmp_path)
-    for row in rows.values():
+def test_the_compiled_model_and_two_ranks_give_the_same_and_a_head_that_does_more_is_refused(tmp_path: Path) -> None:
+    compiled = [("llama", "resformer-denseformer", "compiled"), ("qwen3", "value-embeddings", "compiled")]
+    cases = [("hyperclovax", "resformer", "eager"), *compiled, ("qwen3", "resformer-gated", "two ranks")]
+    refused, *rows = served(cases, tmp_path).values()
+    for row in rows:
         assert_generated(row)
-
-
-def test_two_ranks_give_the_same(tmp_path: Path) -> None:
-    assert_generated(served([("qwen3", "resformer-gated", "two ranks")], tmp_path)["qwen3", "resformer-gated"])
-
-
-def test_a_head_that_does_more_is_refused(tmp_path: Path) -> None:
-    row = served([("hyperclovax", "resformer", "eager")], tmp_path)["hyperclovax", "resformer"]
-    assert row["error"].startswith("hyperclovax: vLLM computes logits as `lm_head`")
+    assert refused["error"].startswith("hyperclovax: vLLM computes logits as `lm_head`")
 
 
 @pytest.mark.parametrize(
