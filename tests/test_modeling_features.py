@@ -10,6 +10,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from conftest import RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
@@ -401,6 +402,15 @@ def test_blocks_that_the_first_layers_cannot_keep_are_refused(tmp_path: Path) ->
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3).config.delta_attention_residual_blocks == 2
     )
+
+
+def test_parametrized_connections_compute_with_the_weights_that_they_are_given(variant: str) -> None:
+    model = tiny_model(variant)
+    expected = logits_of(model, **RAGGED)
+    for module in [each for name, each in model.named_modules() if is_connection(name)]:
+        for name, _ in [*module.named_parameters(recurse=False)]:
+            weight_norm(module, name)
+    assert_close(logits_of(model, **RAGGED), expected)
 
 
 def test_a_layer_or_an_attention_alone_says_why_it_does_not_run() -> None:

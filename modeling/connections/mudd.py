@@ -68,9 +68,10 @@ class Mudd(Connection):
             self.pre = coefficient(1 if layer else 2, width)  # of Norm_{layer + 1}, in layer 0 of Norm_0 before it
             if "r" in self.channels:
                 self.post = coefficient(1, width)  # of Norm'
+        self.names = [*self._parameters]  # a parametrization gives them others
 
     def forward(self) -> dict[str, torch.Tensor]:
-        return {name: whole(parameter) for name, parameter in self.named_parameters()}
+        return {name: whole(getattr(self, name)) for name in self.names}
 
     def reset_parameters(self) -> None:
         starts = {"second": 0.0, "static": 0.0, "pre": 1.0, "post": 1e-3}

@@ -50,9 +50,10 @@ class ValueResidual(MixingRow):
     plain = {"value_residual_init": [0.0, 1.0]}
     modes: ClassVar[dict[str, type["ValueResidual"]]] = {}
 
-    def __init_subclass__(cls, mode: str, **kwargs: Any) -> None:
+    def __init_subclass__(cls, mode: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ValueResidual.modes[mode] = cls
+        if mode is not None:  # torch makes subclasses of its own: parametrizations, FSDP2
+            ValueResidual.modes[mode] = cls
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
