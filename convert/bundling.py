@@ -198,7 +198,7 @@ def _own_text(kind: Any, modules: list[str]) -> str:
     package = f"resformer = SimpleNamespace({', '.join(f'{name}=resformer_{name}' for name in sorted(used))})"
     imports = "\n".join(["from types import SimpleNamespace", *imported, package])
     text = re.sub(r"^import resformer$", imports, "\n".join(lines).rstrip() + "\n", flags=re.MULTILINE)
-    if (left := re.search(r"^[ \t]*(import resformer|from \.).*$", text, re.MULTILINE)) is not None:
+    if (left := re.search(r"^[ \t]*(import [^#\n]*\bresformer\b|from \.).*$", text, re.MULTILINE)) is not None:
         raise CheckpointError(
             f"{path}: `{left[0].strip()}` cannot go along. Write `import resformer` or `from resformer import NAME`, "
             "and keep the class of connections in one file."
