@@ -56,8 +56,17 @@ def ddp(work: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(work: Path) -> Path:
-    return pretrain(work, "killed", 2, KILLED_AT="13").with_suffix(".training")
+def kept(work: Path) -> Path:
+    """What a run on two processes has left that was killed."""
+    pretrain(work, "killed", 2, KILLED_AT="13")
+    return (work / "killed.training").rename(work / "kept")
+
+
+def resumed(kept: Path, processes: int) -> Path:
+    for name in ("killed", "killed.training"):
+        shutil.rmtree(kept.with_name(name), ignore_errors=True)
+    shutil.copytree(kept, kept.with_name("killed.training"))
+    return pretrain(kept.parent, "killed", processes, "--resume")
 
 
 def losses(folder: Path) -> list[float]:
@@ -82,19 +91,17 @@ def test_several_processes_have_the_losses_of_one(alone: Path, ddp: Path) -> Non
     AutoModelForCausalLM.from_pretrained(ddp)
 
 
-def test_a_killed_run_on_two_processes_resumes_to_the_bit(work: Path, ddp: Path, killed: Path) -> None:
-    assert last_checkpoint(killed) is not None
-    shutil.copytree(killed, work / "resumed.training")
-    resumed = pretrain(work, "resumed", 2, "--resume")
-    whole, weights = (load_file(folder / "model.safetensors") for folder in (ddp, resumed))
+def test_a_killed_run_on_two_processes_resumes_to_the_bit(ddp: Path, kept: Path) -> None:
+    assert last_checkpoint(kept) is not None
+    killed = resumed(kept, 2)
+    whole, weights = (load_file(folder / "model.safetensors") for folder in (ddp, killed))
     assert all(torch.equal(tensor, weights[key]) for key, tensor in whole.items())
-    assert losses(resumed) == losses(ddp)
-    assert metrics(resumed)["resumed_from"] == 10
+    assert losses(killed) == losses(ddp)
+    assert metrics(killed)["resumed_from"] == 10
 
 
-def test_a_run_of_two_processes_goes_on_in_one_with_the_same_batches(work: Path, ddp: Path, killed: Path) -> None:
-    shutil.copytree(killed, work / "moved.training")
-    moved = pretrain(work, "moved", 1, "--resume")
+def test_a_run_of_two_processes_goes_on_in_one_with_the_same_batches(ddp: Path, kept: Path) -> None:
+    moved = resumed(kept, 1)
     assert losses(moved) == pytest.approx(losses(ddp), abs=1e-4)
     assert metrics(moved)["processes"] == 1
 
