@@ -56,6 +56,19 @@ def test_the_page_of_commands_has_every_exit_code() -> None:
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_code_of_the_pages_takes_what_is_public(page: Path) -> None:
+    """The names of the reference: all else may change in any version."""
+    reference = re.findall(
+        r"^\.\. auto\w+:: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    for code in re.findall(r"^```python.*?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        imports = re.findall(r"^from (resformer[\w.]*) import (.+)$", code, re.MULTILINE)
+        taken = [f"{module}.{name}" for module, names in imports for name in names.split(", ")]
+        taken += re.findall(r"\bresformer(?:\.\w+)+", re.sub(r"^(from|import) .*", "", code, flags=re.MULTILINE))
+        assert [name for name in taken if name not in reference] == []
+
+
 def test_tables_of_methods_are_made_of_the_methods() -> None:
     """SNAPSHOTS=write writes them."""
     headers = (
