@@ -249,12 +249,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
-def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_one_name_are_told_apart_and_from_uniform_attention(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     retrofit(llama, tmp_path / "llama", method="resformer", verify="headers")
     monkeypatch.chdir(tmp_path / "llama")
-    done = cli("analyze", llama, ".", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
+    done = cli("analyze", llama, ".", "--text", llama.parent / "notes.txt", "--max-tokens", 8)
     names = [f"{folder.name}/llama" for folder in (llama.parent, tmp_path)]
-    assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == names
+    heads = [line.partition(": ") for line in done.stdout.splitlines() if "texts" in line]
+    assert [head[0] for head in heads] == names
+    # The first of 8 tokens gets 1 / 1 of the first query, ..., 1 / 8 of the eighth: 2.72 of 8.
+    assert all("uniform attention: entropy 1.77, first share 0.34, first/others 3.6" in head[2] for head in heads)
 
 
 def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def analyze(
         write_report(analyses, output, own_command(), force=force)
     yield report_of(analyses, own_command())
     for analysis in analyses:
-        echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
+        # Early tokens get more by causality alone: without these numbers each model seems to have a sink.
+        uniform = ", ".join(f"{_SHOWN[name]} {_number(value)}" for name, value in analysis.uniform.items())
+        echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens; uniform attention: {uniform}")
         echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
         for layer in range(analysis.layers):
             echo(f"{layer:5}" + "".join(f"{_number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
