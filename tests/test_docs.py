@@ -169,7 +169,7 @@ def test_the_readme_says_what_the_demo_printed() -> None:
         re.findall(rf"^perplexity {when} +(\S+) +(\S+)$", printed, re.MULTILINE)[0] for when in ("before", "after")
     )
     assert before[0] == before[1]
-    said = f"perplexity falls from {before[0]} to {after[0]}, with connections to {after[1]}"
+    said = f"perplexity fell here from {before[0]} to {after[0]}, with connections to {after[1]}"
     assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
