@@ -71,13 +71,7 @@ def walk(models: Path, folder: Path, family: str, cases: list[tuple[str, str, st
     return counts
 
 
-def test_some_of_every_form_of_every_family(models: Path, tmp_path: Path) -> None:
-    for number, family in enumerate(FAMILIES):
-        walk(models, tmp_path, family, [*combinations(number)][number :: len(FAMILIES) * 4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, FAMILIES[:2]))
 def test_every_class_of_transformers_table(family: str, models: Path, tmp_path: Path) -> None:
     """Each with one family, in a form of its own."""
     number = FAMILIES.index(family)

@@ -169,7 +169,7 @@ ONCE = [f"{host}-{each}" for host, each in zip(itertools.cycle(HOSTS), SETS, str
 
 def wrapped_cases(wrap: Callable[..., Any]) -> list[Any]:
     once = [*QUICK[:1], *(ONCE[:4] if wrap in SLOWEST else ONCE)]
-    cases, quick = (once, QUICK[:1]) if wrap in SLOW + SLOWEST else (CASES, QUICK)
+    cases, quick = (once, QUICK[:1] if wrap is regions else ()) if wrap in SLOW + SLOWEST else (CASES, QUICK)
     return [
         pytest.param(wrap, case, id=f"{wrap.__name__}-{case}", marks=[] if case in quick else pytest.mark.slow)
         for case in cases

@@ -26,7 +26,7 @@ METHODS = [name for name in resformer.METHODS if name not in OTHERS.split()]
 EVERY_MECHANISM = others_slow(
     "resformer resformer-plus svformer fusedkv-lite denseformer-4x5 attnres mudd hyper-connections mhc nanochat "
     "kitchen-sink gated-sink depth-sink".split(),
-    ["resformer", "svformer", "depth-sink"],
+    ["depth-sink"],
 )
 
 
