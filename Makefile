@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
-# `make test` takes some ten minutes on two free cores, `make test-slow` the rest, `make test-all` both;
+# `make test` takes 10 to 25 minutes on two cores, `make test-slow` the rest, `make test-all` both;
 # `make test-gpu` needs a GPU; `make test-vllm` runs vLLM on the CPU, in some six minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
