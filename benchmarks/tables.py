@@ -470,7 +470,7 @@ def of_studies() -> dict[str, list[str]]:
     return {
         "README.md": [
             f"after {tokens['budget20']} tokens a parameter, {_NUMBERS[seeds]} seeds could not tell them apart. They "
-            f"could have detected a gain of {shares[0]:.0f} to {shares[-1]:.0f} % of the loss; the papers report about "
+            f"could have detected a gain of {shares[0]:.1f} to {shares[-1]:.1f} % of the loss; the papers report about "
             f"{100 * PAPERS_GAIN:.0f} %",
             f"{nothing} a token ({len(continued[0]['values'])} seeds)",
         ],
