@@ -79,7 +79,7 @@ def test_every_class_of_transformers_table(family: str, models: Path, tmp_path: 
     counts = walk(models, tmp_path, family, cases)
     print(family, len(cases), dict(counts))
     assert counts.total() == len(range(number, len(CLASSES) + len(FORMS), len(FAMILIES)))
-    assert counts["compared"] > 0.4 * len(cases)
+    assert counts["compared"] > 0.2 * len(cases)
 
 
 def test_every_file_that_a_tokenizer_of_transformers_reads_goes_along() -> None:
