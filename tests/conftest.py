@@ -125,11 +125,6 @@ hypothesis.settings.register_profile("full", max_examples=400, deadline=None)  #
 hypothesis.settings.load_profile("quick")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported stays: training libraries call `gc.collect`, which would walk all of it, for 0.3 seconds."""
-    gc.freeze()
-
-
 def pytest_sessionfinish() -> None:
     command_server.stop()
 
@@ -141,6 +136,14 @@ def _nothing_outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _what_is_kept_is_walked_once() -> None:
+    """Training libraries call `gc.collect`, which walks all that was ever imported or compiled: up to a second each."""
+    if len(gc.get_objects()) > 30_000:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -162,7 +162,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 #: Which take a compiler seconds: each set on one host. The slowest take those that act in more places than others.
-SLOW = (regions, compiled_in_the_list)
+SLOW = (regions, compiled_in_the_list, compiled_in_place)
 SLOWEST = (compiled_with_checkpoints, compiled_with_breaks)
 ONCE = [f"{host}-{each}" for host, each in zip(itertools.cycle(HOSTS), SETS, strict=False)]
 
