@@ -34,8 +34,11 @@ class ConnectedConfig(ConnectionFields):
         """As the base class, but connection fields given as keyword arguments replace those of the file before they are
         validated, and fewer layers are the first ones, with their connections."""
         cls._look_for_misspelt(kwargs)
-        overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, "num_hidden_layers"} & kwargs.keys()}
-        fewer = _of_first_layers(config_dict, overrides)
+        layers = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")  # type: ignore[attr-defined]
+        if layers != "num_hidden_layers" and "num_hidden_layers" in kwargs:
+            kwargs[layers] = kwargs.pop("num_hidden_layers")
+        overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, layers} & kwargs.keys()}
+        fewer = _of_first_layers(config_dict, overrides, layers)
         return super().from_dict({**config_dict, **fewer, **overrides}, **kwargs)  # type: ignore[misc]
 
     @classmethod
@@ -78,9 +81,12 @@ def plain_view(config: Any, text: Any) -> SimpleNamespace:
     )
 
 
-def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `config` that name layers, for its first layers alone, if `overrides` asks for fewer."""
-    layers, before = overrides.get("num_hidden_layers"), config.get("num_hidden_layers")
+def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any], count: str) -> dict[str, Any]:
+    """The fields of `config` that name layers, for its first layers alone, if `overrides` asks for fewer.
+
+    `count`: the family's name of their number.
+    """
+    layers, before = overrides.get(count), config.get(count)
     if not isinstance(layers, int) or not isinstance(before, int) or not 0 < layers < before:
         return {}
     first: dict[str, Any] = {}
@@ -90,7 +96,7 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
     for name in ("value_residual_layers", "value_embeddings"):
         if isinstance(config.get(name), list) and name not in overrides:
             first[name] = [layer for layer in config[name] if layer < layers]
-    few = f"`num_hidden_layers`={layers} of {before} layers:"
+    few = f"`{count}`={layers} of {before} layers:"
     if config.get("value_residual") == "learnable_plus" and "value_residual" not in overrides:
         raise ValueError(
             f"{few} in mode 'learnable_plus' all layers compete for V_0, so that the first ones are no model by "

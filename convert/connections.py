@@ -20,10 +20,11 @@ from transformers.utils import logging
 
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.judging import auto_class
-from resformer.errors import CheckpointError, one_line, quoted
+from resformer.errors import CheckpointError, one_line
 from resformer.files import write_text
 from resformer.model_cards import Alone, model_card
 from resformer.modeling.connected import ConnectedModel, added_modules
+from resformer.modeling.connecting import check_whole
 from resformer.modeling.connection import Connection, set_initial_values
 from resformer.modeling.connections import KINDS
 from resformer.modeling.matrices import decoder_of
@@ -84,18 +85,6 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
 
 def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
     """The kinds of connections that a model of `config` has beyond one of `before`, its source."""
-    added = []
-    for kind in KINDS:
-        for name in kind.fields:
-            old, new = getattr(before, name, None), getattr(config, name, None)
-            if old != new and kind.is_in(before):
-                raise CheckpointError(
-                    f"`{name}` is {quoted(old)} in the source and {quoted(new)} in the result: connections are added, "
-                    "those of the source stay as they are. Name the fields to add, --method transformer --set dwa=true "
-                    "for one."
-                )
-        if kind.is_in(config) and not kind.is_in(before):
-            added.append(kind)
     shapes = added_shapes(config)
     for name, shape in added_shapes(before).items():
         if shapes.get(name) != shape:
@@ -103,7 +92,7 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
                 f"{name} of the source has shape {list(shape)}, and the result has no place for it: the connections "
                 "that are added leave other layers to mix. Convert the original instead."
             )
-    return added
+    return [kind for kind in KINDS if kind.is_in(config) and not kind.is_in(before)]
 
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -176,6 +165,7 @@ def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool 
     Raises:
         ValueError: the model has no connections, or its other weights have changed.
     """
+    check_whole(model)
     tensors = coefficients(model)
     if not connections_of(model.config):
         raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")

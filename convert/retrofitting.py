@@ -25,8 +25,7 @@ from resformer.convert.logits import memory_of
 from resformer.convert.to_folder import Decision, Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
 from resformer.model_cards import base_model_of, carried_metadata, model_card
-from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names, starting_plainly
-from resformer.modeling.connections import KINDS
+from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names, with_further
 from resformer.names import RECORD
 from resformer.record import config_digest
 from resformer.version import __version__
@@ -123,11 +122,7 @@ def retrofit(
     before = connection_config(opened.config)
     had = connections_of(before)
     connected_config(family_config(before), method, **fields)  # refuses what no family can have
-    connections = chosen_fields(before, method, fields, plain=False)
-    connections = starting_plainly(connections, [kind for kind in KINDS if not kind.is_in(before)])
-    if "connections" in connections:
-        connections["connections"] = had.get("connections", {}) | connections["connections"]
-    connections = {**had, **connections}
+    connections = with_further(before, chosen_fields(before, method, fields, plain=True))
     config = with_connections(before, connections)
     shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)

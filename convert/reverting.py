@@ -19,6 +19,7 @@ from resformer.convert.to_folder import Decision, Options, Report, carry_out, pu
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.model_cards import base_model_of
 from resformer.modeling.connected import added_modules
+from resformer.modeling.connecting import with_further
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -71,6 +72,7 @@ def revert(
     recorded = recorded if isinstance(recorded, dict) else {}
     try:
         before = with_connections(config, {name: recorded[name] for name in CONNECTION_FIELDS if name in recorded})
+        with_further(before, {name: getattr(config, name) for name in CONNECTION_FIELDS})
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"{opened.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error
     for kind in added_kinds(config, before):

@@ -246,7 +246,7 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
     """Finds the places of a layer by the names of its modules."""
     norms = _norms(layer)
     for name, attention in layer.named_modules():
-        if re.search(r"cross|encoder_attn|enc_dec", name) or _OTHER_MIXERS.search(type(attention).__name__):
+        if re.search(r"cross|encoder_attn|enc_dec|\.\d+\.", name) or _OTHER_MIXERS.search(type(attention).__name__):
             continue
         projection = next(
             (each for each in (*_VALUES, *_FUSED, *_FUSED_BY_HEAD) if _width(attention._modules.get(each))), None
@@ -353,6 +353,8 @@ def _why_it_cannot_share(attention: nn.Module, config: Any, values: ValueProject
     of_family = any("kv_sharing_modes" in vars(each) for each in classes)
     if of_family or getattr(config, "num_kv_shared_layers", None):
         return "its layers share keys and values by themselves"
+    if config.is_encoder_decoder:
+        return "its cache is of an encoder and a decoder"
     if CACHE not in inspect.signature(inspect.unwrap(type(attention).forward)).parameters:
         return f"its attention takes no `{CACHE}`"
     return ""
@@ -454,8 +456,11 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
         for name, maker in crossings(kind.reads(view, n)):
             if (name, maker) != TOKENS and not 0 <= maker < n:
                 return f"layer {n} would read the {name} of layer {maker}, which is none before it"
-    if any(not isinstance(getattr(each, kind.name, None), (Added, type(None))) for each in (*layers, decoder.module)):
-        return f"its modules have an attribute {kind.name!r} of their own: choose another name"
+    for own in (getattr(each, kind.name, None) for each in (*layers, decoder.module)):
+        if hasattr(own, "modules_to_save"):
+            return "PEFT has wrapped it: merge or unload the adapter first"
+        if not isinstance(own, (Added, type(None))):
+            return f"its modules have an attribute {kind.name!r} of their own: choose another name"
     if decoder.loops:
         return "its layers run several times in a pass"
     with_values = [each for each in places if each.values is not None]

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from resformer.configuration.connection_fields import reason
+from resformer.configuration.connection_fields import ConnectionFields, reason
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, fields_within_kinds
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.acting import ConnectedLayer, Switch, change_class
@@ -23,7 +23,13 @@ from resformer.modeling.families import config_class
 from resformer.modeling.installing import remove_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
-from resformer.modeling.saved_connections import checksums, configuration_digest, load_coefficients, saved_settings
+from resformer.modeling.saved_connections import (
+    checksums,
+    configuration_digest,
+    load_coefficients,
+    read_coefficients,
+    saved_settings,
+)
 from resformer.names import CONFIG, CONNECTIONS
 
 __all__ = [
@@ -57,7 +63,8 @@ def connect(
     tokenizer, by it need them as arguments, or the model saved and loaded.
 
     Args:
-        model: of any family whose decoder has the places that the connections act at; an adapter comes afterwards.
+        model: of any family whose decoder has the places that the connections act at; the whole model, for what is
+            around a part is saved and loaded without its connections. An adapter comes afterwards.
         method: one of `METHODS` or a class of connections, or several; connection fields; or the folder or Hub id of
             what `save_connections` has written. Default: `"resformer"`, or `fields` alone.
         lossy: allow what changes the model at the start, such as shared keys and values, and connections that were
@@ -67,6 +74,7 @@ def connect(
             connections `NAME`.
 
     Raises:
+        CheckpointError: the folder or Hub id has no connections, or others than its configuration says.
         ValueError: the method, a field or the model do not fit; the message says why. The model is left as it was.
 
     ```python
@@ -93,7 +101,7 @@ def connect(
                 f"not this model's ({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
         chosen = chosen_fields(model.config, saved, fields, plain=False)
-        return _without_name(load_coefficients(_connect(model, chosen), folder / CONNECTIONS))
+        return _without_name(_connect(model, chosen, saved=folder / CONNECTIONS))
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")
@@ -192,18 +200,43 @@ def _kind_of_field(name: str) -> type[Connection] | None:
     return next((kind for kind in KINDS if any(name == f"{kind.name}_{each}" for each in _own(kind))), None)
 
 
-def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = None) -> PreTrainedModel:
-    """Adds connections; `unless_exact`: what to say, and refuse, if they do not start plainly."""
+def with_further(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The connection fields that a configuration sets, with `fields` of connections that it does not have.
+
+    Raises:
+        ValueError: `fields` has another value for a connection that is there, but for initial ones.
+    """
+    had = connections_of(config) if isinstance(config, ConnectionFields) else {}
+    chosen, own = dict(fields), had.get("connections", {})
+    for kind in [each for each in KINDS if had and each.is_in(config)]:
+        if kind.fields_of:
+            there = {name: getattr(config, name) for name in kind.fields}
+            asked = {name: chosen.pop(name) for name in kind.fields if name in chosen}
+        else:
+            there = {f"{kind.name}_{name}": value for name, value in kind.settings(config).items()}
+            settings = (fields.get("connections") or {}).get(kind.name) or {}
+            asked = {f"{kind.name}_{name}": value for name, value in settings.items() if name not in kind.plain}
+        for name, value in asked.items():
+            if value != there.get(name) and not name.endswith("_init"):
+                raise ValueError(
+                    f"`{name}` is {there.get(name)!r} already, and {value!r} is asked for: connections that are there "
+                    "stay. Ask for others alone, or take these out first (`resformer.disconnect`, `resformer revert`)."
+                )
+    if own:
+        chosen["connections"] = {**(chosen.get("connections") or {}), **own}
+    return {**had, **chosen}
+
+
+def _connect(
+    model: Any, fields: Mapping[str, Any], unless_exact: str | None = None, *, saved: Path | None = None
+) -> PreTrainedModel:
+    """Adds connections, with the coefficients of a file, if there is one.
+
+    `unless_exact`: what to say, and refuse, if they do not start plainly.
+    """
+    check_whole(model)
     before = connections_of(model.config) if isinstance(model, ConnectedModel) else {}
-    for name in fields.keys() & before.keys():
-        if fields[name] != before[name] and name != "connections" and not name.endswith("_init"):
-            raise ValueError(
-                f"The model has `{name}`={before[name]!r} already, and {fields[name]!r} is asked for: "
-                "`resformer.disconnect` it first."
-            )
-    if "connections" in fields:
-        fields = {**fields, "connections": {**fields["connections"], **before.get("connections", {})}}
-    fields = {**fields, **{name: value for name, value in before.items() if name != "connections"}}
+    fields = with_further(model.config, fields)
     family = family_of(model.config)
     config = _with_fields(copy.deepcopy(model.config), fields)
     decoder = Decoder(model)
@@ -222,31 +255,38 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
         logger.warning(
             f"{unknown[0]} states no `plain`, the fields with which it has no effect: the model may have changed."
         )
-    with torch.device("meta"):  # a class that fails does so before the model is changed
+    made: dict[str, Any] = {}
+    with torch.device("meta"):  # a class or a file that fails does so before the model is changed
         for each in added:
-            each.made_of_decoder(view)
+            if (of_decoder := each.made_of_decoder(view)) is not None:
+                made[each.name] = of_decoder
             for n in each.layers(view) if each.has_modules else ():
-                set_initial_values(each.made(view.of_layer(n), n))
+                module = made[f"{decoder.name.rpartition('.')[2]}.{n}.{each.name}"] = each.made(view.of_layer(n), n)
+                set_initial_values(module)
+    tensors = {} if saved is None else read_coefficients(saved, made)
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function
     if before:
         _connect_again(model, fields, decoder)
-        return _without_name(model) if reasons else model
-    if isinstance(model, ConnectedModel):  # it has the fields of connections alone
-        _become_plain(model)
-    shared, own = model.config, _with_fields(copy.copy(model.config), fields)
-    for module in model.modules():  # another model may have been made from the same configuration
-        vars(module).update({name: own for name, value in vars(module).items() if value is shared})
-    _remember_base(model)
-    become_connected(model, type(model.config))
-    model.add_connections(decoder)
+    else:
+        if isinstance(model, ConnectedModel):  # it has the fields of connections alone
+            _become_plain(model)
+        shared, own = model.config, _with_fields(copy.copy(model.config), fields)
+        for module in model.modules():  # another model may have been made from the same configuration
+            vars(module).update({name: own for name, value in vars(module).items() if value is shared})
+        _remember_base(model)
+        become_connected(model, type(model.config))
+        model.add_connections(decoder)
+    load_coefficients(model, tensors)
     return _without_name(model) if reasons else model
 
 
 def _without_name(model: Any) -> PreTrainedModel:
-    """TRL loads what has the model's name as the reference of DPO, KTO and GRPO: it would be the plain one."""
-    model.config._name_or_path = ""
+    """TRL loads what has the model's name as the reference of DPO, KTO and GRPO, and PEFT what an adapter's base has
+    been named: it would be the plain one."""
+    model.plain_name = getattr(model, "plain_name", "") or model.name_or_path
+    model.config._name_or_path = model.name_or_path = ""
     return cast(PreTrainedModel, model)
 
 
@@ -299,6 +339,7 @@ def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedMode
         ValueError: the model has no connections, or they have an effect, or its layers share keys or values, whose
             own projections it does not have.
     """
+    check_whole(model)
     _check_connected(model)
     decoder, config = Decoder(model), model.config
     shares = [name for name in ("value_sources", "key_sources") if getattr(config, name)]
@@ -313,6 +354,18 @@ def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedMode
     return _become_plain(model)
 
 
+def check_whole(model: torch.nn.Module) -> None:
+    """Refuses a model of Transformers of which a part alone was connected."""
+    for name, part in model.named_modules() if isinstance(model, PreTrainedModel) else ():
+        if isinstance(part, ConnectedModel):
+            if not name:
+                return
+            raise ValueError(
+                f"{type(model).__name__} has connections in its `{name}` alone, which was connected by itself: "
+                "`resformer.disconnect` that part, and connect the whole model."
+            )
+
+
 def _check_connected(model: PreTrainedModel) -> None:
     if not any(isinstance(each, ConnectedLayer) for each in model.modules()):
         raise ValueError(f"{type(model).__name__} has no connections.")
@@ -322,6 +375,7 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
     """Gives a model without connections, in place, its family's class and configuration."""
     config: Any = model.config
     family = family_of(config)
+    model.name_or_path = model.name_or_path or vars(model).pop("plain_name", "")
     config._name_or_path = config._name_or_path or model.name_or_path
     for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
         if type(each) is not family and isinstance(each, type(config)):
@@ -379,8 +433,10 @@ def connected_config(config: PreTrainedConfig, method: Methods = None, **fields:
     >>> config = connected_config(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B"), "denseformer")
     >>> model = AutoModelForCausalLM.from_config(config)
     ```"""
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"`connected_config` takes a configuration of Transformers, not a {type(config).__name__}.")
     chosen = chosen_fields(config, method, fields, plain=False)
-    return _with_fields(copy.deepcopy(config), chosen)
+    return _with_fields(copy.deepcopy(config), with_further(config, chosen))
 
 
 def family_of(config: PreTrainedConfig) -> Any:

@@ -220,7 +220,7 @@ class Connection(Added):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.places = cls.place if isinstance(cls.place, tuple) else (cls.place,) if cls.place else ()
+        cls.places = (cls.place,) if isinstance(cls.place, str) else tuple(cls.place or ())
         taken = [*inspect.signature(cls.forward).parameters.values()][2:]
         named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         cls.takes = tuple(each.name for each in named)
@@ -404,7 +404,7 @@ def own_fields(kind: type[Connection]) -> dict[str, Any]:
 def _add_kind(kind: type[Connection]) -> None:
     """Makes a class known, in the place of an older one of its name: a notebook's cell is run again."""
     name = kind.name
-    if not name.isidentifier() or name in _OF_A_LAYER:
+    if not isinstance(name, str) or not name.isidentifier() or name in _OF_A_LAYER:
         raise TypeError(f"{kind.__qualname__}.name is {name!r}: expected a name that a module can have.")
     if not {*kind.places} <= {*PLACES}:
         raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(PLACES)}.")
@@ -421,6 +421,8 @@ def _add_kind(kind: type[Connection]) -> None:
             raise TypeError(f"{kind.__qualname__}.place is not set: expected one of {', '.join(PLACES)}.")
         if kind.places and kind.forward is Added.forward:
             raise TypeError(f"{kind.__qualname__} has no `forward`, which takes the {kind.places[0]} and returns it.")
+        if not isinstance(kind.plain, dict):
+            raise TypeError(f"{kind.__qualname__}.plain is {kind.plain!r}: expected a dict of fields.")
         if unknown := kind.plain.keys() - own_fields(kind).keys():
             field = min(unknown)
             raise TypeError(

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.errors import CheckpointError, had_two_meanings
+from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connected import added_modules
 from resformer.modeling.families import PREFIX
 from resformer.modeling.matrices import decoder_of
@@ -62,17 +63,23 @@ def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def load_coefficients(model: PreTrainedModel, file: Path) -> PreTrainedModel:
-    """Gives the connections of a model the coefficients of a file."""
-    tensors, parameters = load_file(file), coefficients(model)
-    for name in parameters.keys() | tensors.keys():
-        found, expected = (list(each[name].shape) if name in each else None for each in (tensors, parameters))
+def read_coefficients(file: Path, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """The coefficients in a file, which are those of the modules, named as in the decoder."""
+    tensors = load_file(file)
+    asked = {f"{name}.{each}": value for name, made in modules.items() for each, value in made.state_dict().items()}
+    for name in asked.keys() | tensors.keys():
+        found, expected = (list(each[name].shape) if name in each else None for each in (tensors, asked))
         if found != expected:
             raise CheckpointError(f"{file}: tensor {name!r} has shape {found}, the model asks for {expected}.")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    return model
+    return tensors
+
+
+@torch.no_grad()
+def load_coefficients(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gives the connections of a model the coefficients that were read."""
+    own = coefficients(model) if tensors else {}
+    for name, value in tensors.items():
+        own[name].copy_(value)
 
 
 def configuration_digest(config: Any) -> str:
@@ -89,17 +96,21 @@ def _of_the_model(said: Any) -> Any:
 
 
 @torch.no_grad()
-def checksums(model: torch.nn.Module) -> dict[str, str]:
-    """Of `_SAMPLE` numbers of each weight, connections and adapters left out, in each dtype that they may be cast to.
+def checksums(model: Any) -> dict[str, str]:
+    """Of `_SAMPLE` numbers of each weight, and one of each token's row, in each dtype that they may be cast to.
 
-    Empty if some weights are not in memory.
+    Connections and adapters are left out. Empty if some weights are not in memory.
     """
     found = {dtype: hashlib.sha256() for dtype in _DTYPES}
+    vocabulary = text_config(model.config).vocab_size
     for _, parameter in _weights(model):
         if parameter.is_meta:
             return {}
         flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].contiguous().cpu().double()
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE]
+        if parameter.ndim == 2 and len(parameter) == vocabulary:  # a few new tokens are trained
+            sample = torch.cat([sample, flat[:: parameter.shape[1]]])
+        sample = sample.contiguous().cpu().double()
         for dtype, digest in found.items():
             digest.update(sample.to(dtype).view(torch.uint8).numpy().tobytes())
     return {str(dtype).removeprefix("torch."): digest.hexdigest()[:16] for dtype, digest in found.items()}

@@ -51,17 +51,18 @@ IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_se
 
 
 class Gained(resformer.Connection):
-    """x <- x + g f: what attention adds, times g."""
+    """x <- x + c g f: what attention adds, times g and c."""
 
     name, place, plain = "seen_gain", "attention_added", {"init": 1.0}
     init: float = 0.5
+    times: float = 1.0
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
         self.weight = coefficient(1)
 
     def forward(self, added: torch.Tensor) -> torch.Tensor:
-        return added * self.weight.to(added.dtype)
+        return added * self.weight.to(added.dtype) * self.times
 
     def reset_parameters(self) -> None:
         torch.nn.init.constant_(self.weight, self.init)

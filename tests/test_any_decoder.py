@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from small_decoders import SEEING, TYPES, default_decoder, seeing_model, small_config, small_decoder
 from torch._inductor.exc import InductorError
@@ -24,14 +26,17 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import resformer
-from resformer.configuration.methods import method_of
+from resformer.configuration.methods import METHODS, connections_of, method_of
 from resformer.errors import CheckpointError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connected import added_modules
+from resformer.modeling.connection import KINDS
 from resformer.modeling.families import config_class, model_class
 from resformer.modeling.measured import MEASURED
 from resformer.modeling.versions import CACHE
@@ -58,10 +63,17 @@ def test_the_documentation_and_connect_know_what_was_measured() -> None:
     assert len([name for name in MEASURED if refused[name] != set(any_decoder.CONNECTIONS)]) > 180
 
 
+WHOLE = (resformer.connect, resformer.disconnect, partial(resformer.save_connections, folder="none"))
+T5_SMALL = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, vocab_size=9)
+
+
 def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     model = small_decoder("gemma3_text")
     bad = {"value_residual": "learnabel"}
     alone = small_decoder("nemotron_h", layers_block_type=["mamba", "moe", "attention", "mlp"])
+    around, adapted = small_decoder("llama"), resformer.connect(small_decoder("llama"))
+    resformer.connect(around.model)
+    get_peft_model(adapted, LoraConfig(target_modules=["q_proj"], modules_to_save=["value_residual"]))
     reentrant = small_decoder("llama").train()
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     for refused, said in (
@@ -76,8 +88,12 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
         (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
         (
             lambda: resformer.connect(resformer.connect(model), value_residual="dense"),
-            "has `value_residual`='learnable'",
+            "`value_residual` is 'learnable' already, and 'dense' is asked for",
         ),
+        *((lambda of=of: of(around), "has connections in its `model` alone, which") for of in WHOLE),
+        (lambda: resformer.connected_config(model), "takes a configuration of Transformers, not a"),
+        (lambda: resformer.connect(T5ForConditionalGeneration(T5_SMALL)), "no projection of values is known in T5B"),
+        (lambda: resformer.connect(adapted, "denseformer"), "PEFT has wrapped it: merge or unload the adapter first"),
         (lambda: resformer.disconnect(small_decoder("llama")), "has no connections"),
         (lambda: resformer.connect(alone, "cla2", lossy=True), "no two of its layers have attention of one kind"),
     ):
@@ -119,8 +135,20 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     resformer.save_connections(AutoModelForCausalLM.from_pretrained("connected"), "again")
     assert Path("again/config.json").read_text() == Path("adapter/config.json").read_text()
 
+    wide = resformer.connect(small_decoder("llama", vocab_size=4096))
+    wide.get_input_embeddings().weight.data[-1] += 1  # a token that was added
+    with pytest.raises(ValueError, match="by training, merging or an adapter, and would be missing"):
+        resformer.save_connections(wide, "wide")
+
     halved = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
     resformer.connect(halved, "adapter")  # for the same model, in another dtype
+    resformer.save_connections(resformer.connect(AutoModelForCausalLM.from_pretrained("base"), "attnres"), "further")
+    had = resformer.connect(AutoModelForCausalLM.from_pretrained("base"), "denseformer")
+    with pytest.raises(CheckpointError, match=r"has shape \[\d+\], the model asks for None"):
+        resformer.connect(had, "adapter")  # which has some of these
+    assert not hasattr(had.model.layers[1], "value_residual")
+    assert resformer.connect(had, "further").config.attnres
+
     other = AutoModelForCausalLM.from_pretrained("base", rms_norm_eps=1e-3)
     with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
         resformer.connect(other, "adapter")
@@ -131,6 +159,34 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     assert "for a model without a name: their" in Path("nameless/README.md").read_text()
     with pytest.raises(ValueError, match="has connections for a model without a name, whose"):
         resformer.connect(AutoModelForCausalLM.from_pretrained("base", rms_norm_eps=1e-3), "nameless")
+
+
+def other_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return "gated" if value == "dense" else "dense"
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else [0]
+
+
+@pytest.mark.parametrize("method", [*METHODS][1:])
+def test_connections_that_are_there_stay(method: str) -> None:
+    own = any_decoder.CONNECTIONS["own"]
+    model = resformer.connect(small_decoder("llama"), method, lossy=True, **own)
+    any_decoder.move(model)
+    expected, before = any_decoder.logits_of(model), model.config.to_dict()
+    there = [name for kind in KINDS if kind.is_in(model.config) for name in kind.fields if not name.endswith("_init")]
+    asked = {name: other_value(getattr(model.config, name)) for name in there} | {"seen_gain_times": 3.0}
+    for name, value in asked.items():
+        for refused in (
+            lambda fields={name: value}: resformer.connect(model, lossy=True, **fields),
+            lambda fields={name: value}: resformer.connected_config(model.config, **fields),
+        ):
+            with pytest.raises(ValueError, match=f"`{name}` is .* already, and .* is asked for"):
+                refused()
+    assert model.config.to_dict() == before
+    assert torch.equal(any_decoder.logits_of(model), expected)
+    more = {"value_residual": "learnable"} if "dwa" in there else {"dwa": True}
+    both = connections_of(resformer.connected_config(model.config, **more))
+    assert both == connections_of(model.config) | more
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "llama", "bloom"])
@@ -301,11 +357,13 @@ def test_the_decoder_of_a_model_that_sees_images_is_connected(model_type: str, t
     assert torch.equal(cached, uncached)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_moe", "gpt2"])
 def test_the_first_layers_of_a_checkpoint_are_those_of_the_whole(model_type: str, tmp_path: Path) -> None:
     model = build(model_type)
     model.save_pretrained(tmp_path)
     first = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="takes the middle of all layers out of the last"):
+        type(model.config).from_dict({**model.config.to_dict(), "backout": True}, num_hidden_layers=2)
     with torch.no_grad():
         whole = model(input_ids=IDS, output_hidden_states=True).hidden_states
         got = first(input_ids=IDS, output_hidden_states=True).hidden_states

@@ -293,9 +293,14 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         ({"name": "resformer"}, "which is taken by this package"),
         ({"name": "value_residual"}, "which is taken by this package"),
         ({"name": "not a name"}, "expected a name that a module can have"),
+        ({"name": 3}, "expected a name that a module can have"),
         ({"name": "own", "place": "mlp_outptu"}, "expected one of .*mlp_added"),
         ({"name": "own"}, r"Own\.place is not set: expected one of .*mlp_added"),
         ({"name": "own", "place": "mlp_added"}, "Own has no `forward`, which takes the mlp_added"),
+        (
+            {"name": "own", "place": ["mlp_added"], "forward": Rotated.forward, "plain": None},
+            "plain is None: expected a",
+        ),
         (
             {"name": "own", "place": "mlp_added", "forward": Rotated.forward, "plain": {"init": 1.0}, "init": 0.5},
             "Own.plain has 'init', which is no field: annotate it, `init: float",

@@ -140,7 +140,7 @@ def test_messages_of_troubleshooting_are_those_that_the_code_gives() -> None:
     for message in (
         "The adapter does not train the connections",
         "has these connections already",
-        "is asked for: `resformer.disconnect` it first",
+        "is asked for: connections that are there",
         "The result would not compute what",
         "cannot be reverted, its connections have an effect",
         "cannot be pushed to while HF_HUB_OFFLINE is set",

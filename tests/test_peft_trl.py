@@ -224,6 +224,7 @@ def test_no_plain_model_is_the_reference_of_connections_that_act(tmp_path: Path)
         with pytest.raises(OSError, match="Repo id must"):
             trainer(model)
     model = resformer.connect(AutoModelForCausalLM.from_pretrained(name), str(tmp_path / "learned"))
+    assert not model.name_or_path  # what PEFT calls the base of an adapter
     assert resformer.disconnect(model, lossy=True).config._name_or_path == name
 
 
