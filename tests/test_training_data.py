@@ -66,9 +66,10 @@ SOURCES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_source_gives_the_same_documents(kind: str, streaming: bool, tmp_path: Path) -> None:
-    source = str(tmp_path / f"data.{kind}")
-    SOURCES[kind](Path(source))
-    (documents,) = load_documents([source], sample_by="paragraph", streaming=streaming).values()
+    source, matched = (tmp_path / f"{name}.{kind}" for name in ("data[1]", "data1"))
+    SOURCES[kind](source)
+    matched.mkdir() if source.is_dir() else matched.touch()
+    (documents,) = load_documents([str(source)], sample_by="paragraph", streaming=streaming).values()
     assert [text for batch in documents.iter(batch_size=64) for text in batch["text"]] == TEXTS
 
 
@@ -356,10 +357,14 @@ def test_a_bad_file_is_named(name: str, streaming: bool, tmp_path: Path) -> None
 
 
 def test_files_whose_columns_differ_are_refused_in_a_line(tmp_path: Path) -> None:
-    for number, other in enumerate(({"meta": {"id": 1}}, {"meta": "x"})):
+    for number, other in enumerate(({"meta": {"id": 1}}, {"id": "x"})):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps({**other, "text": "a"}) + "\n")
-    with pytest.raises(DataError, match=f"{tmp_path}: `datasets` cannot read it: .*; mend it, or leave it out"):
+    told = "`datasets` cannot read it: .*; the columns of 0.jsonl and 1.jsonl differ: name each with --data"
+    with pytest.raises(DataError, match=f"{tmp_path}: {told}"):
         load_documents([str(tmp_path)])
+    (tmp_path / "a::b.txt").touch()
+    with pytest.raises(DataError, match="takes the :: in its path for an archive; rename it"):
+        load_documents([str(tmp_path / "a::b.txt")])
 
 
 def test_what_is_no_data_in_a_folder_is_not_read_and_told(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Training data: documents of files, saved datasets and Hub ids, read by `datasets`, and which of them are held out."""
 
+import glob
 import hashlib
 import json
 import lzma
@@ -177,14 +178,18 @@ def reading_source(source: str) -> Iterator[None]:
             cause = cause.__cause__
         if cause is not None:
             raise cause from None
-        path = Path(source).expanduser()
+        path, columns = Path(source).expanduser(), dict[str, Path]()
         for file in _visible_files(path) if path.is_dir() else ():  # raises of the one that cannot be read
             if (found := _builder(file)) is not None:
                 with reading_source(str(file)):
-                    for _ in load_dataset(found[0], data_files=str(file), split="train", streaming=True, **found[1]):
-                        pass
+                    name = glob.escape(str(file))
+                    rows = load_dataset(found[0], data_files=name, split="train", streaming=True, **found[1])
+                    for row in rows:
+                        columns.setdefault(str(rows.features or [*row]), file.relative_to(path))
         detail = one_line(error.__cause__ or error)
         way_out = "mend it, or leave it out" if path.exists() else "check its name"
+        if len(columns) > 1:
+            way_out = f"the columns of {' and '.join(map(str, [*columns.values()][:2]))} differ: name each with --data"
         raise DataError(f"{source}: `datasets` cannot read it: {detail}; {way_out}.") from error
 
 
@@ -227,6 +232,8 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
     if source == STANDARD_LIBRARY:
         rows = IterableDataset.from_generator(standard_library)
         return rows if streaming else Dataset.from_list([*standard_library()]), []
+    if path.exists() and "::" in str(path.absolute()):
+        raise DataError(f"{source}: `datasets` takes the :: in its path for an archive; rename it.")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         part = load_from_disk(str(path))
         if isinstance(part, DatasetDict):
@@ -240,7 +247,7 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
                 raise DataError(
                     f"{name}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again."
                 )
-        names = [str(path / file["name"]) for file in written]
+        names = [glob.escape(str(path / file["name"])) for file in written]
         part = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         return part, [file.name for file in _visible_files(path) if file.suffix != ".parquet" and file.parent == path]
     if path.is_file():
@@ -250,7 +257,9 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
             raise DataError(f"{source}: is empty.")
         (builder, options), files, unread = found, {"train": [str(path)]}, list[str]()
     elif path.is_dir():
-        made = load_dataset_builder(str(path.resolve()))
+        root = str(path.resolve())
+        same = glob.escape(root)  # the folder that is meant, where its name is a pattern
+        made = load_dataset_builder(root, data_dir=None if same == root else os.path.relpath(same, root))
         builder = type(made).__module__.rpartition(".")[2]
         options = {**_CELLS, "sep": made.config.sep} if builder == "csv" else {}
         files = {name: [str(file) for file in of_split] for name, of_split in made.config.data_files.items()}
@@ -264,6 +273,7 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
         return load_dataset(name, configuration or None, split=split, streaming=streaming), []
     if builder == "text":
         options = {"sample_by": sample_by, "keep_linebreaks": sample_by == "document"}
+    files = {name: [*map(glob.escape, of_split)] for name, of_split in files.items()}
     options = {**options, "data_files": files, "split": _split(source, split, files)}
     part = load_dataset(builder, streaming=streaming, **options)
     features = part.features if builder == "json" and not streaming else {}
