@@ -239,6 +239,7 @@ def test_any_column_of_token_ids_is_read(dtype: str, held_out: dict[str, list[bo
     blocks = pack_documents(documents, byte_tokenizer(), **options)
     both = [block["input_ids"].tolist() for side in (blocks.held_out, blocks.train) for block in side]
     assert both == ids if held_out else sorted(both) == ids
+    assert len(pack_documents(documents, byte_tokenizer(), **options, held_out_data=documents).held_out) == len(ids)
     for wrong in {-1, 257} if dtype == "int64" else {257}:
         given = Dataset.from_dict({"input_ids": [*ids[:-1], [wrong] * 16], **held_out})
         with pytest.raises(DataError, match=f"have the token {wrong}, and the tokenizer 257 tokens; name"):

@@ -17,6 +17,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from resformer.training.data import MASKS, DataError, content, is_row_held_out, reading_source
+from resformer.training.tokenizers import check_tokens
 from resformer.version import __version__
 
 _TOKENS = Features({"input_ids": List(Value("int32"))})
@@ -226,7 +227,7 @@ def pack_documents(
     Args:
         held_out: the share of documents that is held out, of all sources; 0: none.
         held_out_blocks: the most blocks of them, at an even stride over all held-out tokens.
-        held_out_data: documents that are all held out.
+        held_out_data: documents that are all held out, whatever their column `held_out` says.
         separate, weights: of `PackedBlocks`, `RunBlocks`.
         length: of `RunBlocks`; default: each block once, without weights in the order of the documents.
         parse_special: whether special tokens that the texts spell are tokens, and not their letters.
@@ -236,6 +237,7 @@ def pack_documents(
         DataError: either side does not fill one block, or a source that has a weight does not.
     """
     options = {"tokenizer": tokenizer, "parse_special": parse_special, **document_ends(tokenizer)}
+    check_tokens([*documents, *(held_out_data or ())], tokenizer)
     columns = {name for part in documents.values() for name in part.column_names}
     mixed, labelled = "chat" in columns, not columns.isdisjoint({"labels", *MASKS})
 
@@ -262,7 +264,10 @@ def pack_documents(
     if not held_out and not held_out_data:
         nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
         return Blocks(blocks, nothing, dict.fromkeys(documents, 0))
-    held, share = (documents, held_out) if not held_out_data else (held_out_data, 1.0)
+    held, share = documents, held_out
+    if held_out_data:
+        share, own = 1.0, {"held_out"}
+        held = {name: part.remove_columns([*own & {*part.column_names}]) for name, part in held_out_data.items()}
     parts = tables(held, share, wanted=True)
     remedy = "a larger --held-out, --sample-by line or a file of its own with --held-out-data"
     packed, _, _ = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)

@@ -1,6 +1,6 @@
 """Tokenizers of a model from scratch: bytes, one trained on the data, or that of another checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from resformer.convert import tokens
 from resformer.errors import CheckpointError
 from resformer.loading import check_source
-from resformer.training.data import training_texts
+from resformer.training.data import INDEX, DataError, training_texts
+
+#: The folder of the tokenizer in what `resformer tokenize` writes.
+TOKENIZER = "tokenizer"
 
 _END = "<|endoftext|>"
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -31,6 +34,20 @@ def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **opti
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise CheckpointError(f"{name}: has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}.")
     return tokenizer
+
+
+def tokenizers_of(sources: Iterable[str]) -> list[Path]:
+    """The folders of the tokenizers of those sources that `resformer tokenize` has written."""
+    folders = [Path(source).expanduser() for source in sources]
+    return [folder / TOKENIZER for folder in folders if (folder / INDEX).is_file()]
+
+
+def check_tokens(sources: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError where a source has the tokens of another tokenizer."""
+    for folder in tokenizers_of(sources):
+        if load_tokenizer(folder, None, "tokenise again").get_vocab() != tokenizer.get_vocab():
+            told = f"{folder.parent}: has the tokens of another tokenizer than {tokenizer.name_or_path or 'the model'}"
+            raise DataError(f"{told}; tokenise again with that, or name {folder} with --tokenizer.")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tokens.TokensComparison:

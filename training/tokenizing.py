@@ -27,10 +27,7 @@ from resformer.record import file_digest
 from resformer.training.data import INDEX, MASKS, DataError, load_documents, reading_source, source_digest
 from resformer.training.options import TokenizeOptions, read_begun, refuse_other
 from resformer.training.packing import document_ends, spelt_specials, tokenise
-from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
-
-#: The folder of the tokenizer in the output.
-TOKENIZER = "tokenizer"
+from resformer.training.tokenizers import TOKENIZER, check_tokens, load_tokenizer, make_tokenizer, save_tokenizer
 
 _LOCK = "tokenize.lock"
 _BATCH = 64  # documents that a process takes at a time
@@ -82,6 +79,7 @@ def _begin(options: TokenizeOptions) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"{output}: is not empty, and was not written by `resformer tokenize`.")
     documents = load_documents(options.data, **options.reading, streaming=True)
     tokenizer = make_tokenizer(options.tokenizer, documents, options.held_out)
+    check_tokens(options.data, tokenizer)
     for note in [*documents.notes, *([] if options.parse_special else spelt_specials(documents, tokenizer))]:
         tqdm.write(note, file=sys.stderr)
     with replacing(output / TOKENIZER, made_by="tokenize", force=True) as folder:

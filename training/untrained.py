@@ -26,10 +26,9 @@ from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.families import language_model_class
 from resformer.modeling.measured import MEASURED
-from resformer.training.data import INDEX, DataError, load_documents
+from resformer.training.data import load_documents
 from resformer.training.options import NewOptions, ScheduleOptions
-from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
-from resformer.training.tokenizing import TOKENIZER
+from resformer.training.tokenizers import check_tokens, make_tokenizer, save_tokenizer, tokenizers_of
 from resformer.untrusted import read_json
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
@@ -260,15 +259,12 @@ def new_checkpoint(options: NewOptions, *, weights: bool = True, dry_run: bool =
 
 def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedTokenizerBase]:
     """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
-    sources = options.sources
-    tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
+    sources, tokenised = options.sources, tokenizers_of(options.sources)
     size, _ = with_fields(options.size, SIZES, "size", known_fields(options.backbone))
     name = options.tokenizer or str(tokenised[0] if tokenised else SIZES[size].tokenizer)
     documents = load_documents(sources if name.startswith("bpe:") else (), **options.reading, streaming=True)
     tokenizer = make_tokenizer(name, documents, held_out)
-    for folder in tokenised:
-        if load_tokenizer(folder, None, "tokenise again").get_vocab() != tokenizer.get_vocab():
-            raise DataError(f"{folder.parent}: has the tokens of another tokenizer than {name}; use {folder}.")
+    check_tokens([*sources, *vars(options).get("held_out_data", ())], tokenizer)
     config = scratch_config(options.method, options.size, tokenizer, options.block, options.backbone, **options.fields)
     tokenizer.model_max_length = config.max_position_embeddings
     return config, tokenizer
