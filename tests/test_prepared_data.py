@@ -295,9 +295,9 @@ def test_the_held_out_loss_of_a_mixture_is_its_cross_entropy(tmp_path: Path) -> 
 
 def test_a_run_of_one_step_learns(tmp_path: Path) -> None:
     data = rows(tmp_path / "t.jsonl", [{"text": f"this is document {n}"} for n in range(20)])
-    given = options(tmp_path, byte_tokenizer(), data)
-    report = finetune_checkpoint(given)
-    assert report.steps == 1
+    ends = rows(tmp_path / "ends.jsonl", [{"input_ids": [1, 0] * 32}])  # which are no text
+    report = finetune_checkpoint(options(tmp_path, byte_tokenizer(), data, held_out_data=[ends]))
+    assert (report.steps, report.bits_per_byte) == (1, None)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
     assert all((before[name] != after[name]).any() for name in before)
     with pytest.raises(ValueError, match="the run has one step, which would learn nothing"):

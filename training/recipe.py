@@ -386,7 +386,7 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     after = trainer.evaluate() if best else evaluations[-1]
     report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]
     report.perplexity_before, report.perplexity_after = perplexity(report.loss_before), perplexity(report.loss_after)
-    report.bits_per_byte = report.loss_after / math.log(2) / (trainer.bytes_per_token or math.nan)
+    report.bits_per_byte = trainer.bytes_per_token and report.loss_after / math.log(2) / trainer.bytes_per_token
     report.evaluation_tokens = round(trainer.labels_of_evaluation)
 
 

@@ -47,7 +47,7 @@ class RecipeTrainer(ConnectionTrainer):
         super().__init__(*args, **kwargs)
         self.sums: list[torch.Tensor] = []
         if isinstance(self.eval_dataset, PackedBlocks) and len(self.eval_dataset):
-            self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class)
+            self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class) or None  # 0: no text
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         try:
@@ -129,9 +129,9 @@ class EvaluationLines(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            loss, bits = metrics["eval_loss"], metrics["eval_bits_per_byte"]
+            loss, bits = metrics["eval_loss"], metrics.get("eval_bits_per_byte")
             line = f"step {state.global_step}/{state.max_steps}: held-out loss {loss:.4f}"
-            line += f", perplexity {perplexity(loss):.3f}, {bits:.4f} bits per byte"
+            line += f", perplexity {perplexity(loss):.3f}" + (f", {bits:.4f} bits per byte" if bits is not None else "")
             left = next((each["hours_left"] for each in reversed(state.log_history) if "hours_left" in each), 0.0)
             line += f", {left:.1f} hours left" if left >= 0.05 else ""
             tqdm.write(line, file=sys.stderr)

@@ -79,7 +79,8 @@ def report_of(study: Mapping[str, Any], runs: Sequence[Run], baseline: str) -> d
     sizes = rows_of(runs, baseline)
     for row in (row for rows in sizes.values() for row in rows):
         loss = row["loss"]
-        row["bits_per_byte"] = None if loss is None else loss / math.log(2) / study["bytes_per_token"]
+        size = study["bytes_per_token"]
+        row["bits_per_byte"] = loss / math.log(2) / size if size and loss is not None else None
     environments = {json.dumps(run["environment"]): run["environment"] for run in runs}
     return {
         **study,
@@ -100,7 +101,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
         for row in rows:
             cells = [row["method"]]
-            cells += ["diverged", ""] if row["loss"] is None else [f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}"]
+            cells += ["diverged" if (loss := row["loss"]) is None else f"{loss:.4f}"]
+            cells += ["" if (bits := row["bits_per_byte"]) is None else f"{bits:.4f}"]
             cells += [with_interval(row["difference"]), *evidence(row["difference"])]
             cells += [f"{row['parameters']:,}", f"{row['relative_flops']:.3f}"]
             cells += ["not known" if (count := row["cache_bytes_per_token"]) is None else f"{count:,} B"]

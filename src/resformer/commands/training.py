@@ -118,7 +118,7 @@ def print_result(report: Any, output: str) -> None:
     row("speed", f"{report.tokens_per_second:,.0f} tokens/s, {report.seconds:,.1f} s, {size(report.peak_memory or 0)}")
     if report.loss_before is not None:
         row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
-        row("bits per byte", f"{report.bits_per_byte:.4f}")
+        row("bits per byte", "not known" if report.bits_per_byte is None else f"{report.bits_per_byte:.4f}")
         row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
     row("wrote", output)
 
