@@ -12,13 +12,14 @@ from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
-from resformer.convert.judging import differences, head_of
+from resformer.convert.judging import differences
 from resformer.convert.logits import LogitsComparison, compare_logits, too_large, window_of
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer_of
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
+from resformer.model_cards.heads import head_of
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Connection

@@ -19,10 +19,10 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
-from resformer.convert.judging import auto_class
 from resformer.errors import CheckpointError, one_line
 from resformer.files import write_text
 from resformer.model_cards import Alone, model_card
+from resformer.model_cards.heads import auto_class
 from resformer.modeling.connected import ConnectedModel, added_modules
 from resformer.modeling.connecting import check_whole
 from resformer.modeling.connection import Connection, set_initial_values

@@ -10,10 +10,10 @@ import torch
 from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.connected_families import cache_size, connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
-from resformer.convert.judging import head_of
 from resformer.convert.source import open_source
 from resformer.files import AsDict
 from resformer.model_cards import base_model_of
+from resformer.model_cards.heads import head_of
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import plain_matrix
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix

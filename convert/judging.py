@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.reading import CODE_KEYS
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line, plain, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
-from resformer.modeling.families import language_model_class
+from resformer.model_cards.heads import auto_class
 
-#: Heads that commands other than conversions take, by the end of the class's name in `architectures`.
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 #: What a configuration says of itself, not of the model.
 _OF_THE_FILE = {*CONNECTION_FIELDS, "base_model", "model_type", "architectures", "transformers_version", "dtype"}
 #: In config.json of a linked result: tensors that its files hold and its model has no use for.
@@ -57,19 +54,6 @@ class Built:
         facts |= {f"generation: {key}": value for key, value in self.generation.items()}
         facts["dtype"] = str(self.dtype).removeprefix("torch.")
         return {key: json.loads(json.dumps(value, default=str)) for key, value in facts.items()}
-
-
-def head_of(config: PreTrainedConfig) -> str | None:
-    """The class in `architectures` if it is not a language model's."""
-    names = config.architectures if isinstance(config.architectures, list) else []
-    return next((name for name in names if isinstance(name, str) and name.endswith(_HEADS)), None)
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    head = head_of(config)
-    if head is None:
-        return language_model_class(config)
-    return getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
 
 
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

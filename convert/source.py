@@ -14,11 +14,12 @@ from transformers import PreTrainedConfig
 
 from resformer.convert.connected_families import connection_config, read_config, unused_weights
 from resformer.convert.connections import added_shapes
-from resformer.convert.judging import Built, build, head_of
+from resformer.convert.judging import Built, build
 from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.hub import Snapshot
 from resformer.loading import without_weights
+from resformer.model_cards.heads import head_of
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
 from resformer.safetensors_format import Shard, read_shard
 from resformer.untrusted import LARGEST_JSON, MIB, MOST_BYTES, check_folder, read_json
@@ -151,10 +152,14 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
         )
     raw = read_json(folder / CONFIG, MIB)
     config = read_config(folder, raw)
-    if not heads and (head := head_of(config)):
-        raise CheckpointError(
-            f"{name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
-            "`card` take other heads."
-        )
+    if not heads:
+        check_language_model(name, config)
     alone = CONNECTIONS in names and not {SINGLE, INDEX} & names
     return Source(name=name, folder=folder, config=config, raw_config=raw, hub=hub, alone=alone)
+
+
+def check_language_model(name: str, config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for another head."""
+    if head := head_of(config):
+        told = f"{name}: is a {head}, and this command takes only language models"
+        raise CheckpointError(f"{told}. `inspect`, `verify`, `push` and `card` take other heads.")

@@ -21,7 +21,7 @@ from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cach
 from resformer.configuration.about import About, Paper
 from resformer.configuration.methods import METHODS, about_of, connections_of, method_of, without_connections
 from resformer.errors import plain
-from resformer.model_cards.heads import HEADS
+from resformer.model_cards.heads import HEADS, auto_class
 from resformer.model_cards.metrics import Metric, notes_of
 from resformer.model_cards.source_card import well_formed
 from resformer.modeling.connections import KINDS
@@ -141,9 +141,8 @@ def model_card(
     about = about_of(fields)
     papers = _papers(method, about)
     family = None if isinstance(config, ResFormerConfig) else config.model_type.removeprefix(PREFIX)
-    stated = [] if family else config.architectures or []  # at a conversion, the source's
-    architecture = next((each for each in stated if each in HEADS), "ResFormerForCausalLM")
-    head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
+    loads = auto_class(config).__name__
+    head = HEADS[loads]
     tags = ["resformer", *([method] if method else []), *(tag for each in about.values() for tag in each.tags.split())]
     card_data = ModelCardData(
         library_name="resformer" if alone else "transformers",
@@ -174,9 +173,7 @@ def model_card(
         "method": method,
         "fields": fields,
         "head": head,
-        "auto_class": language_model_class(config).__name__
-        if family
-        else architecture.replace("ResFormer", "AutoModel"),
+        "auto_class": loads,
         "alone": alone,
         "own": {kind.name: kind.__module__ for kind in KINDS if kind.fields_of is None and kind.is_in(config)},
         "connections": [*filter(None, dict.fromkeys(_as_the_hub_reads(each.equation) for each in about.values()))],

@@ -125,7 +125,9 @@ def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles:
 def test_models_that_see_images_are_read_as_what_they_are(bundles: Path) -> None:
     saved = bundles / "saved" / "llava svformer"
     assert inspect(saved).fields == {"value_sources": [0] * 4}
-    assert "AutoModelForImageTextToText.from_pretrained(" in checkpoint_card(saved).card.text
+    card = checkpoint_card(saved).card
+    assert "AutoModelForImageTextToText.from_pretrained(" in card.text
+    assert card.data.pipeline_tag == "image-text-to-text"
 
 
 @pytest.mark.parametrize("name", CHOSEN)

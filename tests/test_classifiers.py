@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import SIZES, byte_tokenizer, change_json
 from conftest import training_arguments
 from huggingface_hub import ModelCard
-from transformers import AutoModelForSequenceClassification, Trainer
+from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer
 
 from resformer import (
     ResFormerConfig,
-    ResFormerForCausalLM,
-    ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
+    connected_config,
     inspect,
     push,
     verify,
@@ -52,32 +52,34 @@ def test_it_is_inspected_and_compared_tensor_by_tensor(classifier: Path) -> None
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 @pytest.mark.parametrize(
-    ("head", "task", "kind"),
+    ("family", "head", "task", "kind"),
     [
-        (ResFormerForCausalLM, "text-generation", "decoder"),
-        (ResFormerForQuestionAnswering, "question-answering", "model that answers questions"),
-        (ResFormerForSequenceClassification, "text-classification", "sequence classifier"),
-        (ResFormerForTokenClassification, "token-classification", "token classifier"),
+        ("llama", "CausalLM", "text-generation", "Llama-style decoder"),
+        ("llama", "QuestionAnswering", "question-answering", "Llama-style model that answers questions"),
+        ("llama", "SequenceClassification", "text-classification", "Llama-style sequence classifier"),
+        ("llama", "TokenClassification", "token-classification", "Llama-style token classifier"),
+        ("qwen3", "SequenceClassification", "text-classification", "qwen3 sequence classifier"),
     ],
 )
 def test_a_card_says_what_it_is_of_and_runs(
-    head: Any, task: str, kind: str, tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, head: str, task: str, kind: str, tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = head(ResFormerConfig.for_method("resformer", **SIZES))
+    config = connected_config(AutoConfig.for_model(family, **SIZES), "resformer")
+    model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
     model.save_pretrained("model")
     if tokenizer:
         byte_tokenizer().save_pretrained("model")
     assert inspect("model").parameters == model.num_parameters()
     checkpoint_card("model").write(Path("model/README.md"))
     card = ModelCard.load("model/README.md")
-    assert (card.data.pipeline_tag, f"A Llama-style {kind} with" in card.text) == (task, True)
+    assert (card.data.pipeline_tag, f"A {kind} with" in card.text) == (task, True)
     assert ("AutoTokenizer" in card.text) == tokenizer
     code = "".join(re.findall(r"^```python\n(.*?)^```", card.text, flags=re.MULTILINE | re.DOTALL))
     assert "import resformer  #" in code
     names: dict[str, Any] = {}
     exec(code, names)
-    assert isinstance(names["model"], head)
+    assert type(names["model"]) is type(model)
     assert "model.safetensors" in push("model", "you/model", dry_run=True).files
 
 

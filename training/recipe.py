@@ -42,6 +42,7 @@ from resformer.convert.carrying import write_files
 from resformer.convert.connections import read_connections, write_connections
 from resformer.convert.judging import loading_problem
 from resformer.convert.reading import read_checkpoint, side_file
+from resformer.convert.source import check_language_model
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
@@ -194,6 +195,7 @@ def build_trainer(
     """The trainer, with its `blocks` and `notes` on them, and the configuration as the checkpoint has it."""
     arguments = _training_arguments(options)
     config = _loaded(options.model)
+    check_language_model(options.model, config)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     if reason := why_not_trained(config):
