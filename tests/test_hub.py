@@ -29,6 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path, commands: Commands) -> None:
+    checkpoint = checkpoint.rename(tmp_path / "the output")
     for name in ("checkpoint-5/model.safetensors", "optimizer.pt", "x.tmp", ".git/config", "__pycache__/x.pyc", ".env"):
         (checkpoint / name).parent.mkdir(exist_ok=True)
         (checkpoint / name).write_bytes(b"debris")
@@ -41,7 +42,7 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path, command
     assert not commands.hub.requests
     assert "left behind   .env, .git/, __pycache__/, checkpoint-5/, optimizer.pt, x.tmp\n" in dry.stdout
     assert all(f"  {name}  " in dry.stdout for name in names)
-    assert f"do it         resformer push {checkpoint} you/model --tag v1.0\n" in dry.stdout
+    assert f"do it         resformer push '{checkpoint}' you/model --tag v1.0\n" in dry.stdout
 
     pushed = commands("push", checkpoint, "you/model", "--private", "--tag", "v1.0", "--message", "First")
     again = commands("push", checkpoint, "you/model", "--json")
@@ -53,7 +54,7 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path, command
     sha = repository.tags["v1.0"]
     assert pushed.stdout.endswith(f"commit        {sha}\n{commands.hub.url}/you/model/commit/{sha}\n")
     assert "README.md does not name you/model" in pushed.stderr
-    assert f"resformer card {checkpoint} --repository you/model" in pushed.stderr
+    assert f"resformer card '{checkpoint}' --repository you/model" in pushed.stderr
     report = json.loads(again.stdout)
     assert report["commit"] == sha
     assert report["bytes"] == sum((checkpoint / name).stat().st_size for name in names)

@@ -1,6 +1,7 @@
 """Pushes a checkpoint folder to the Hub: all checks first, then one commit."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -287,9 +288,9 @@ def _states(folder: Path, names: Iterable[str]) -> dict[str, object]:
 
 def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle: bool, connected: bool) -> list[str]:
     """Warnings about the model card."""
-    path = folder / CARD
+    path, named = folder / CARD, shlex.quote(str(folder))
     if not isinstance(card, bytes):
-        write = f"resformer card {folder} --repository {repo_id}"
+        write = f"resformer card {named} --repository {repo_id}"
         way_out = f"One, with its metadata: {write}" if connected else "Write one that begins with " + _METADATA
         raise CheckpointError(f"{path}: there is no model card. {way_out}.")
     try:
@@ -303,11 +304,11 @@ def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle
     if repo_id not in text:
         warnings.append(
             f"README.md does not name {repo_id}: its code may load something else. One that does: resformer card "
-            f"{folder} {option}."
+            f"{named} {option}."
         )
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
             "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. One that "
-            f"does: resformer bundle {folder} BUNDLE; resformer card BUNDLE {option}."
+            f"does: resformer bundle {named} BUNDLE; resformer card BUNDLE {option}."
         )
     return warnings
