@@ -1,6 +1,7 @@
 """The stock Trainer's options change how a model is trained, never what it learns; parts of a model learn alone."""
 
 import copy
+import math
 import mmap
 import re
 import sys
@@ -46,7 +47,7 @@ def trainer(tmp_path: Path) -> Build:
         torch.manual_seed(0)
         fields = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.2, **(model_fields or {})}
         model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **fields))
-        of_the_trainer = ("connection_learning_rate", "muon_learning_rate", "optimizer_cls_and_kwargs")
+        of_the_trainer = ("connection_learning_rate", "muon_learning_rate", "optimizer_cls_and_kwargs", "optimizers")
         rest = {name: options.pop(name) for name in of_the_trainer if name in options}
         arguments = training_arguments(tmp_path / "run", **{"max_steps": 3, "learning_rate": 0.1, **options})
         return ConnectionTrainer(model=model, args=arguments, train_dataset=training_rows(16), **rest)
@@ -264,6 +265,18 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
     hidden = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.warns(UserWarning, match="SGD has one learning rate"):
         set_connection_rates(hidden, run.model, dict.fromkeys(CONNECTIONS, 1e-2))
+
+
+@pytest.mark.parametrize("rate", ["connection_learning_rate", "muon_learning_rate"])
+def test_a_rate_that_would_not_be_used_is_refused_or_warned_of(rate: str, trainer: Build) -> None:
+    for wrong in (-1, math.nan):
+        with pytest.raises(ValueError, match=f"{rate} is {wrong}; expected 0 or more"):
+            trainer("resformer", **{rate: wrong})
+    given = torch.optim.SGD([torch.zeros(1)]), None
+    with pytest.raises(ValueError, match=f"{rate} is 0, and `optimizers` has an optimizer of its own; leave one out"):
+        trainer("resformer", optimizers=given, **{rate: 0})
+    with pytest.warns(UserWarning, match=r"connection_learning_rate is 0.1, and no connection has parameters"):
+        trainer("svformer", connection_learning_rate=0.1)
 
 
 def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

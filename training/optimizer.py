@@ -1,5 +1,6 @@
 """Groups of parameters: rates of their own for connections, no decay of what is no matrix, Muon for matrices."""
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -159,6 +160,9 @@ class ConnectionTrainer(Trainer):
         connection_learning_rate: of all connections, or of each of `CONNECTIONS` (and of `EMBEDDINGS`); `None`: that
             of everything else.
         muon_learning_rate: of Muon for the matrices of the layers; `None`: no Muon.
+
+    Raises:
+        ValueError: a rate is below 0 or not finite, or `optimizers` has an optimizer, which has its own rates.
     """
 
     def __init__(
@@ -171,7 +175,17 @@ class ConnectionTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.optimizer: torch.optim.Optimizer | None
         rates = connection_learning_rate
-        self.rates = dict.fromkeys(CONNECTIONS, rates) if isinstance(rates, (int, float)) else rates
+        for name, given in (("connection_learning_rate", rates), ("muon_learning_rate", muon_learning_rate)):
+            each = given.values() if isinstance(given, Mapping) else [] if given is None else [given]
+            if not all(0 <= rate < math.inf for rate in each):
+                raise ValueError(f"{name} is {given}; expected 0 or more.")
+            if given is not None and self.optimizer is not None:
+                raise ValueError(f"{name} is {given}, and `optimizers` has an optimizer of its own; leave one out.")
+        if rates is not None and not isinstance(rates, Mapping):
+            if not any(is_connection(name) for name, _ in self.model.named_parameters()):
+                warnings.warn(f"connection_learning_rate is {rates}, and no connection has parameters.", stacklevel=2)
+            rates = dict.fromkeys(CONNECTIONS, rates)
+        self.rates = rates
         self.muon_learning_rate = muon_learning_rate
         if muon_learning_rate is not None:
             options = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon}

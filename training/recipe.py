@@ -247,6 +247,7 @@ def build_trainer(
     trained = [name for name, _ in model.named_parameters() if options.train == "all" or is_connection(name)]
     if not trained:
         raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
+    has_rates = any(map(is_connection, trained))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     if has_weights_of_base := options.train == "connections" and _has_weights_of_base(options, model):
@@ -260,7 +261,7 @@ def build_trainer(
         "data_collator": default_data_collator,
         "processing_class": tokenizer,  # saved with each checkpoint
         "callbacks": [*callbacks, SettingsAreSaved(), EvaluationLines(), LossGuard(options.spike)],
-        "connection_learning_rate": options.rates or options.connection_learning_rate,
+        "connection_learning_rate": options.rates or (options.connection_learning_rate if has_rates else None),
         "muon_learning_rate": muon,
     }
     trainer: RecipeTrainer
