@@ -285,7 +285,7 @@ def _connect(
 def _without_name(model: Any) -> PreTrainedModel:
     """TRL loads what has the model's name as the reference of DPO, KTO and GRPO, and PEFT what an adapter's base has
     been named: it would be the plain one."""
-    model.plain_name = getattr(model, "plain_name", "") or model.name_or_path
+    model._plain_name = getattr(model, "_plain_name", "") or model.name_or_path
     model.config._name_or_path = model.name_or_path = ""
     return cast(PreTrainedModel, model)
 
@@ -375,7 +375,7 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
     """Gives a model without connections, in place, its family's class and configuration."""
     config: Any = model.config
     family = family_of(config)
-    model.name_or_path = model.name_or_path or vars(model).pop("plain_name", "")
+    model.name_or_path = model.name_or_path or vars(model).pop("_plain_name", "")
     config._name_or_path = config._name_or_path or model.name_or_path
     for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
         if type(each) is not family and isinstance(each, type(config)):

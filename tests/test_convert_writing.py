@@ -1,5 +1,6 @@
 """What goes into the output: whole files where nothing changes, new ones where something does, byte for byte."""
 
+import copy
 import json
 import re
 import shutil
@@ -345,7 +346,7 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(
     assert comparison.logits.window is None
     assert not comparison.logits.identical
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    monkeypatch.setattr(logits, "load", lambda model, name: (model, {}))
+    monkeypatch.setattr(logits, "load", lambda model, name: (copy.deepcopy(model), {}))
     short = logits.compare_logits(("one", one), ("two", two), window=64, longest=32)
     assert (short.identical, short.window) == (True, 64)
     assert "on 128 tokens, within the sliding window of 64" in str(short)
