@@ -176,6 +176,8 @@ def chosen_fields(
             chosen["connections"] = {**(chosen.get("connections") or {}), name: dict(value)}
         else:
             raise ValueError(f"`{name}` is no connection field.{did_you_mean(name, connection_field_names())}")
+    if not isinstance(own := chosen.get("connections") or {}, Mapping):
+        raise ValueError(f"`connections` is {own!r}: expected names of classes with their fields.")
     return starting_plainly(chosen, KINDS) if plain else chosen
 
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import resformer
-from resformer.configuration.methods import METHODS, connections_of, method_of
+from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_of
 from resformer.errors import CheckpointError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
@@ -159,6 +159,22 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     assert "for a model without a name: their" in Path("nameless/README.md").read_text()
     with pytest.raises(ValueError, match="has connections for a model without a name, whose"):
         resformer.connect(AutoModelForCausalLM.from_pretrained("base", rms_norm_eps=1e-3), "nameless")
+
+
+@pytest.mark.parametrize("name", CONNECTION_FIELDS)
+def test_any_value_of_a_field_fits_or_is_refused_in_one_line(name: str) -> None:
+    model = small_decoder("llama")
+    plain = any_decoder.logits_of(model)
+    for value in ([], {"a": 1}, "x", -1, None, float("nan"), [1], ["a"], object()):
+        try:
+            connected = resformer.connect(model, lossy=True, **{name: value})
+        except ValueError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            assert type(model) is LlamaForCausalLM
+        else:
+            any_decoder.logits_of(connected)
+            model = small_decoder("llama")
+    assert torch.equal(any_decoder.logits_of(model), plain)
 
 
 def other_value(value: Any) -> Any:

@@ -66,8 +66,8 @@ class ValueResidual(MixingRow):
 
     @classmethod
     def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        mode = ValueResidual.modes.get(fields.get("value_residual", ""))
-        return dict(mode.plain) if mode else {}
+        asked = fields.get("value_residual")  # not validated yet
+        return next((dict(each.plain) for mode, each in ValueResidual.modes.items() if mode == asked), {})
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
