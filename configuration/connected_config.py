@@ -34,8 +34,9 @@ class ConnectedConfig(ConnectionFields):
         """As the base class, but connection fields given as keyword arguments replace those of the file before they are
         validated, and fewer layers are the first ones, with their connections."""
         cls._look_for_misspelt(kwargs)
-        layers = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")  # type: ignore[attr-defined]
-        if layers != "num_hidden_layers" and "num_hidden_layers" in kwargs:
+        named = cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")  # type: ignore[attr-defined]
+        layers = named.replace("encoder", "decoder")  # BART's kin have both
+        if layers == named != "num_hidden_layers" and "num_hidden_layers" in kwargs:
             kwargs[layers] = kwargs.pop("num_hidden_layers")
         overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, layers} & kwargs.keys()}
         fewer = _of_first_layers(config_dict, overrides, layers)

@@ -122,7 +122,7 @@ def retrofit(
     before = connection_config(opened.config)
     had = connections_of(before)
     connected_config(family_config(before), method, **fields)  # refuses what no family can have
-    connections = with_further(before, chosen_fields(before, method, fields, plain=True))
+    connections = with_further(before, chosen_fields(before, method, fields), plain=True)
     config = with_connections(before, connections)
     shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)

@@ -19,7 +19,7 @@ from resformer.convert.to_folder import Decision, Options, Report, carry_out, pu
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.model_cards import base_model_of
 from resformer.modeling.connected import added_modules
-from resformer.modeling.connecting import with_further
+from resformer.modeling.connection import KINDS
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -72,9 +72,17 @@ def revert(
     recorded = recorded if isinstance(recorded, dict) else {}
     try:
         before = with_connections(config, {name: recorded[name] for name in CONNECTION_FIELDS if name in recorded})
-        with_further(before, {name: getattr(config, name) for name in CONNECTION_FIELDS})
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"{opened.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error
+    for name in ("connections", *(field for kind in KINDS if kind.is_in(before) for field in kind.fields)):
+        was, now = (getattr(each, name) for each in (before, config))
+        if name == "connections":
+            was, now = was or {}, {each: (now or {}).get(each) for each in was or ()}
+        if was != now:
+            raise CheckpointError(
+                f"{opened.folder / RECORD}: says that the source had `{name}`={quoted(was)}, and config.json has "
+                f"{quoted(now)}. Take all connections out with --all (all=True)."
+            )
     for kind in added_kinds(config, before):
         # What is learned may have no effect: it is read below.
         if reasons := kind.chosen(config).fixed_effects(view(config)):

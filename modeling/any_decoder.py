@@ -400,7 +400,10 @@ def _norms(layer: nn.Module) -> tuple[str, str] | None:
 def check_own(config: Any) -> None:
     """Refuses connections of classes that are not there, and fields that they do not have."""
     others = {kind.name: kind for kind in KINDS if kind.fields_of is None}
-    for name, values in (config.connections or {}).items():
+    asked = config.connections or {}
+    if not isinstance(asked, Mapping) or not all(isinstance(each or {}, Mapping) for each in asked.values()):
+        raise ValueError(f"`connections` is {asked!r}: expected the names of classes, each with a dict of its fields.")
+    for name, values in asked.items():
         kind = others.get(name)
         if kind is None:
             raise ValueError(

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from resformer.configuration.connection_fields import ConnectionFields, reason
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, fields_within_kinds
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.acting import ConnectedLayer, Switch, change_class
-from resformer.modeling.any_decoder import Decoder, text_config
+from resformer.modeling.any_decoder import Decoder, check_own, text_config
 from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
 from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields, set_initial_values
 from resformer.modeling.families import config_class
@@ -100,9 +101,9 @@ def connect(
                 f"{method} has connections for {base.get('name') or 'a model without a name'}, whose configuration is "
                 f"not this model's ({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
-        chosen = chosen_fields(model.config, saved, fields, plain=False)
+        chosen = chosen_fields(model.config, saved, fields)
         return _without_name(_connect(model, chosen, saved=folder / CONNECTIONS))
-    chosen = chosen_fields(model.config, method, fields, plain=True)
+    chosen = chosen_fields(model.config, method, fields)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")
 
@@ -139,14 +140,8 @@ def _folder(method: str, revision: str | None) -> Path:
     return folder
 
 
-def chosen_fields(
-    config: PreTrainedConfig,
-    method: Methods,
-    fields: Mapping[str, Any],
-    *,
-    plain: bool,
-) -> dict[str, Any]:
-    """The connection fields of methods, with `fields` on top; those that start plainly, if asked for."""
+def chosen_fields(config: PreTrainedConfig, method: Methods, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The connection fields of methods, with `fields` on top."""
     chosen: dict[str, Any] = {}
     method = by_name(method)
     if isinstance(method, Mapping):
@@ -176,16 +171,6 @@ def chosen_fields(
             chosen["connections"] = {**(chosen.get("connections") or {}), name: dict(value)}
         else:
             raise ValueError(f"`{name}` is no connection field.{did_you_mean(name, connection_field_names())}")
-    if not isinstance(own := chosen.get("connections") or {}, Mapping):
-        raise ValueError(f"`connections` is {own!r}: expected names of classes with their fields.")
-    return starting_plainly(chosen, KINDS) if plain else chosen
-
-
-def starting_plainly(fields: Mapping[str, Any], kinds: Sequence[type[Connection]]) -> dict[str, Any]:
-    """Connection fields with those with which these kinds start as the plain family, where they say nothing else."""
-    chosen = dict(fields)
-    for kind in kinds:
-        chosen = kind.plain_start(chosen) | chosen if kind.fields_of else chosen | kind.plain_start(chosen)
     return chosen
 
 
@@ -202,43 +187,52 @@ def _kind_of_field(name: str) -> type[Connection] | None:
     return next((kind for kind in KINDS if any(name == f"{kind.name}_{each}" for each in _own(kind))), None)
 
 
-def with_further(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_further(config: Any, fields: Mapping[str, Any], *, plain: bool) -> dict[str, Any]:
     """The connection fields that a configuration sets, with `fields` of connections that it does not have.
 
+    `plain`: these start as the plain family, where `fields` says nothing else.
+
     Raises:
-        ValueError: `fields` has another value for a connection that is there, but for initial ones.
+        ValueError: `fields` has another value for a connection that is there.
     """
+    check_own(SimpleNamespace(connections=fields.get("connections")))
     had = connections_of(config) if isinstance(config, ConnectionFields) else {}
     chosen, own = dict(fields), had.get("connections", {})
-    for kind in [each for each in KINDS if had and each.is_in(config)]:
+    for kind in KINDS:
+        if not had or not kind.is_in(config):
+            continue
         if kind.fields_of:
             there = {name: getattr(config, name) for name in kind.fields}
             asked = {name: chosen.pop(name) for name in kind.fields if name in chosen}
         else:
-            there = {f"{kind.name}_{name}": value for name, value in kind.settings(config).items()}
-            settings = (fields.get("connections") or {}).get(kind.name) or {}
-            asked = {f"{kind.name}_{name}": value for name, value in settings.items() if name not in kind.plain}
+            there, settings = kind.settings(config), (fields.get("connections") or {}).get(kind.name) or {}
+            asked = {f"{kind.name}_{name}": value for name, value in settings.items()}
+            there = {f"{kind.name}_{name}": value for name, value in there.items()}
         for name, value in asked.items():
-            if value != there.get(name) and not name.endswith("_init"):
+            if value != there[name]:
                 raise ValueError(
-                    f"`{name}` is {there.get(name)!r} already, and {value!r} is asked for: connections that are there "
+                    f"`{name}` is {there[name]!r} already, and {value!r} is asked for: connections that are there "
                     "stay. Ask for others alone, or take these out first (`resformer.disconnect`, `resformer revert`)."
                 )
     if own:
         chosen["connections"] = {**(chosen.get("connections") or {}), **own}
-    return {**had, **chosen}
+    chosen = {**had, **chosen}
+    for kind in KINDS if plain else ():
+        if not had or not kind.is_in(config):
+            chosen = kind.plain_start(chosen) | chosen if kind.fields_of else chosen | kind.plain_start(chosen)
+    return chosen
 
 
 def _connect(
     model: Any, fields: Mapping[str, Any], unless_exact: str | None = None, *, saved: Path | None = None
 ) -> PreTrainedModel:
-    """Adds connections, with the coefficients of a file, if there is one.
+    """Adds connections, with the coefficients of a file, or starting plainly.
 
     `unless_exact`: what to say, and refuse, if they do not start plainly.
     """
     check_whole(model)
     before = connections_of(model.config) if isinstance(model, ConnectedModel) else {}
-    fields = with_further(model.config, fields)
+    fields = with_further(model.config, fields, plain=saved is None)
     family = family_of(model.config)
     config = _with_fields(copy.deepcopy(model.config), fields)
     decoder = Decoder(model)
@@ -265,7 +259,7 @@ def _connect(
             for n in each.layers(view) if each.has_modules else ():
                 module = made[f"{decoder.name.rpartition('.')[2]}.{n}.{each.name}"] = each.made(view.of_layer(n), n)
                 set_initial_values(module)
-    tensors = {} if saved is None else read_coefficients(saved, made)
+    tensors = {} if saved is None else read_coefficients(saved, made, model)
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function
@@ -437,8 +431,8 @@ def connected_config(config: PreTrainedConfig, method: Methods = None, **fields:
     ```"""
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(f"`connected_config` takes a configuration of Transformers, not a {type(config).__name__}.")
-    chosen = chosen_fields(config, method, fields, plain=False)
-    return _with_fields(copy.deepcopy(config), with_further(config, chosen))
+    chosen = with_further(config, chosen_fields(config, method, fields), plain=False)
+    return _with_fields(copy.deepcopy(config), chosen)
 
 
 def family_of(config: PreTrainedConfig) -> Any:

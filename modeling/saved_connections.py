@@ -63,14 +63,15 @@ def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def read_coefficients(file: Path, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """The coefficients in a file, which are those of the modules, named as in the decoder."""
-    tensors = load_file(file)
+def read_coefficients(file: Path, modules: Mapping[str, torch.nn.Module], model: Any) -> dict[str, torch.Tensor]:
+    """The coefficients in a file, which are those of the modules, named as in the decoder of the model."""
+    tensors, there = load_file(file), coefficients(model)
     asked = {f"{name}.{each}": value for name, made in modules.items() for each, value in made.state_dict().items()}
     for name in asked.keys() | tensors.keys():
         found, expected = (list(each[name].shape) if name in each else None for each in (tensors, asked))
         if found != expected:
-            raise CheckpointError(f"{file}: tensor {name!r} has shape {found}, the model asks for {expected}.")
+            told = "has one already: `resformer.disconnect` it first" if name in there else f"asks for {expected}"
+            raise CheckpointError(f"{file}: tensor {name!r} has shape {found}, the model {told}.")
     return tensors
 
 

@@ -70,7 +70,7 @@ class Gained(resformer.Connection):
 
 def sharing(model: PreTrainedModel) -> dict[str, Any]:
     """Pairs of layers, each of one kind."""
-    return chosen_fields(model.config, "cla2", {}, plain=False)
+    return chosen_fields(model.config, "cla2", {})
 
 
 def with_values(model: PreTrainedModel) -> list[int]:

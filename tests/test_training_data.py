@@ -65,10 +65,18 @@ SOURCES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_kind_of_source_gives_the_same_documents(kind: str, streaming: bool, tmp_path: Path) -> None:
-    source, matched = (tmp_path / f"{name}.{kind}" for name in ("data[1]", "data1"))
+def test_every_kind_of_source_gives_the_same_documents(
+    kind: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the path is a pattern that others match, but of a folder, whose path `datasets` takes for one."""
+    run, data = ("run", "data") if kind == "folder" else ("run[1]", "data[1]")
+    for each in (run, "run1"):
+        (tmp_path / each).mkdir()
+    monkeypatch.chdir(tmp_path / run)
+    source = Path(f"{data}.{kind}")
     SOURCES[kind](source)
-    matched.mkdir() if source.is_dir() else matched.touch()
+    for folder in (Path(), tmp_path / "run1"):
+        (folder / f"data1.{kind}").touch()
     (documents,) = load_documents([str(source)], sample_by="paragraph", streaming=streaming).values()
     assert [text for batch in documents.iter(batch_size=64) for text in batch["text"]] == TEXTS
 
@@ -366,6 +374,9 @@ def test_files_whose_columns_differ_are_refused_in_a_line(tmp_path: Path) -> Non
     (tmp_path / "a::b.txt").touch()
     with pytest.raises(DataError, match="takes the :: in its path for an archive; rename it"):
         load_documents([str(tmp_path / "a::b.txt")])
+    (tmp_path / "a[1]").mkdir()
+    with pytest.raises(DataError, match="in a folder's path for a pattern; rename it, or name its files"):
+        load_documents([str(tmp_path / "a[1]")])
 
 
 def test_what_is_no_data_in_a_folder_is_not_read_and_told(tmp_path: Path) -> None:

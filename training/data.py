@@ -182,13 +182,13 @@ def reading_source(source: str) -> Iterator[None]:
         for file in _visible_files(path) if path.is_dir() else ():  # raises of the one that cannot be read
             if (found := _builder(file)) is not None:
                 with reading_source(str(file)):
-                    name = glob.escape(str(file))
+                    name = glob.escape(str(file.absolute()))
                     rows = load_dataset(found[0], data_files=name, split="train", streaming=True, **found[1])
                     for row in rows:
                         columns.setdefault(str(rows.features or [*row]), file.relative_to(path))
         detail = one_line(error.__cause__ or error)
         way_out = "mend it, or leave it out" if path.exists() else "check its name"
-        if len(columns) > 1:
+        if len(columns) > 1 and "cast" in f"{error!r} {error.__cause__!r}":
             way_out = f"the columns of {' and '.join(map(str, [*columns.values()][:2]))} differ: name each with --data"
         raise DataError(f"{source}: `datasets` cannot read it: {detail}; {way_out}.") from error
 
@@ -247,7 +247,7 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
                 raise DataError(
                     f"{name}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again."
                 )
-        names = [glob.escape(str(path / file["name"])) for file in written]
+        names = [glob.escape(str(path.absolute() / file["name"])) for file in written]
         part = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         return part, [file.name for file in _visible_files(path) if file.suffix != ".parquet" and file.parent == path]
     if path.is_file():
@@ -255,11 +255,12 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
             raise DataError(f"{source}: expected a file that ends with one of {', '.join(_BUILDERS)}.")
         if not path.stat().st_size:
             raise DataError(f"{source}: is empty.")
-        (builder, options), files, unread = found, {"train": [str(path)]}, list[str]()
+        (builder, options), files, unread = found, {"train": [str(path.absolute())]}, list[str]()
     elif path.is_dir():
-        root = str(path.resolve())
-        same = glob.escape(root)  # the folder that is meant, where its name is a pattern
-        made = load_dataset_builder(root, data_dir=None if same == root else os.path.relpath(same, root))
+        if glob.escape(root := str(path.resolve())) != root:
+            told = "`datasets` takes [, * and ? in a folder's path for a pattern"
+            raise DataError(f"{source}: {told}; rename it, or name its files.")
+        made = load_dataset_builder(root)
         builder = type(made).__module__.rpartition(".")[2]
         options = {**_CELLS, "sep": made.config.sep} if builder == "csv" else {}
         files = {name: [str(file) for file in of_split] for name, of_split in made.config.data_files.items()}

@@ -177,7 +177,7 @@ class ConnectionTrainer(Trainer):
         rates = connection_learning_rate
         for name, given in (("connection_learning_rate", rates), ("muon_learning_rate", muon_learning_rate)):
             each = given.values() if isinstance(given, Mapping) else [] if given is None else [given]
-            if not all(0 <= rate < math.inf for rate in each):
+            if not all(isinstance(rate, (int, float)) and 0 <= rate < math.inf for rate in each):
                 raise ValueError(f"{name} is {given}; expected 0 or more.")
             if given is not None and self.optimizer is not None:
                 raise ValueError(f"{name} is {given}, and `optimizers` has an optimizer of its own; leave one out.")

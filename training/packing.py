@@ -266,8 +266,10 @@ def pack_documents(
         return Blocks(blocks, nothing, dict.fromkeys(documents, 0))
     held, share = documents, held_out
     if held_out_data:
-        share, own = 1.0, {"held_out"}
-        held = {name: part.remove_columns([*own & {*part.column_names}]) for name, part in held_out_data.items()}
+        share, held = 1.0, dict(held_out_data)
+        for name, part in held_out_data.items():
+            if "held_out" in part.column_names:
+                held[name] = part.remove_columns("held_out").add_column("held_out", np.ones(len(part), bool))
     parts = tables(held, share, wanted=True)
     remedy = "a larger --held-out, --sample-by line or a file of its own with --held-out-data"
     packed, _, _ = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)

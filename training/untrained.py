@@ -205,7 +205,7 @@ def scratch_config(
         shape = {"initializer_range": deviation, **shape}
     if backbone is None:
         connections = {name: shape.pop(name) for name in connection_field_names() if name in shape}
-        return ResFormerConfig(**shape, **chosen_fields(ResFormerConfig(**shape), method, connections, plain=False))
+        return ResFormerConfig(**shape, **chosen_fields(ResFormerConfig(**shape), method, connections))
     return _family_config(backbone, method, known, shape)
 
 
