@@ -48,6 +48,8 @@ CONTRASTS = {
     "n20": {"value-embeddings minus resformer": ("value-embeddings", "resformer")},
 }
 LEVEL = 0.05
+#: Of `n-kinds`: methods, and what has ten times the rate in another arm.
+HIGHER = (("resformer-gated", "gate"), ("attnres", "gate"), ("value-embeddings", "table"))
 #: Left out of the page's table of traffic: variants, which cost nearly what `resformer`, `cla2` or their parts do.
 VARIANTS = {"fusedkv-lite", *(f"resformer-{of}" for of in "identity constant plus sparse neutreno denseformer".split())}
 _NUMBERS = "no one two three four five".split()
@@ -442,6 +444,8 @@ def of_studies() -> dict[str, list[str]]:
     added = conversions_early()
     _, *of_b12 = contrasts("b12")
     by = {row["architecture"]: -row["difference"]["mean"] for row in of_b12}
+    kinds = {row["method"]: row["difference"] and row["difference"]["mean"] for row in study_rows("n-kinds")}
+    costs = [kinds[f"{of}:{rate}_learning_rate=4e-2"] - kinds[of] for of, rate in HIGHER]
     n20 = {row["architecture"]: row["difference"]["values"] for row in study_rows("n20")[1:]}
     ((_, of_a),) = runs_of("a")
     at_rates: dict[str, dict[float, list[float]]] = {}  # by the connections' rate
@@ -489,6 +493,9 @@ def of_studies() -> dict[str, list[str]]:
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
             f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",
             f"ten times the rate gains Llama {-study_rows('n-rates')[2]['difference']['mean']:.3f} nats",
+            f"`mudd` is {-kinds['mudd']:.3f} nats ahead, `resformer-gated` {-kinds['resformer-gated']:.3f}, `attnres` "
+            f"{-kinds['attnres']:.3f}, `value-embeddings` {-kinds['value-embeddings']:.3f}. Ten times the rate costs "
+            "the last three {:.3f}, {:.3f} and {:.3f}".format(*costs),
             nothing,
             f"The largest gain that any of the {len(continued)} intervals holds is {largest:.4f} nats; up to "
             f"{max(each['detectable'] for each in continued):.4f} could have been seen",
