@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
-# `make test` takes 10 to 25 minutes on two cores, `make test-slow` the rest, `make test-all` both;
-# `make test-gpu` needs a GPU; `make test-vllm` runs vLLM on the CPU, in some six minutes.
+# `make test` takes 8 to 25 minutes on two cores, `make test-slow` the rest, `make test-all` both;
+# `make test-gpu` needs a GPU; `make test-vllm` runs vLLM on the CPU, in some four minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
 WORKERS ?= 2
