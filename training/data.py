@@ -28,7 +28,8 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetGenerationCastError, DatasetsError
+from datasets.table import CastError
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from resformer.errors import CheckpointError, first_names, one_line
@@ -188,7 +189,8 @@ def reading_source(source: str) -> Iterator[None]:
                         columns.setdefault(str(rows.features or [*row]), file.relative_to(path))
         detail = one_line(error.__cause__ or error)
         way_out = "mend it, or leave it out" if path.exists() else "check its name"
-        if len(columns) > 1 and "cast" in f"{error!r} {error.__cause__!r}":
+        casts = (CastError, DatasetGenerationCastError)
+        if len(columns) > 1 and (isinstance(error, casts) or isinstance(error.__cause__, casts)):
             way_out = f"the columns of {' and '.join(map(str, [*columns.values()][:2]))} differ: name each with --data"
         raise DataError(f"{source}: `datasets` cannot read it: {detail}; {way_out}.") from error
 
