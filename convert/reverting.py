@@ -74,15 +74,14 @@ def revert(
         before = with_connections(config, {name: recorded[name] for name in CONNECTION_FIELDS if name in recorded})
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"{opened.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error
-    for name in ("connections", *(field for kind in KINDS if kind.is_in(before) for field in kind.fields)):
-        was, now = (getattr(each, name) for each in (before, config))
-        if name == "connections":
-            was, now = was or {}, {each: (now or {}).get(each) for each in was or ()}
-        if was != now:
-            raise CheckpointError(
-                f"{opened.folder / RECORD}: says that the source had `{name}`={quoted(was)}, and config.json has "
-                f"{quoted(now)}. Take all connections out with --all (all=True)."
-            )
+    for kind in (each for each in KINDS if each.is_in(before)):
+        now = kind.field_values(config) if kind.is_in(config) else {}
+        for name, value in kind.field_values(before).items():
+            if value != now.get(name):
+                raise CheckpointError(
+                    f"{opened.folder / RECORD}: says that the source had `{name}`={quoted(value)}, and config.json has "
+                    f"{quoted(now.get(name))}. Take all connections out with --all (all=True)."
+                )
     for kind in added_kinds(config, before):
         # What is learned may have no effect: it is read below.
         if reasons := kind.chosen(config).fixed_effects(view(config)):

@@ -202,12 +202,11 @@ def with_further(config: Any, fields: Mapping[str, Any], *, plain: bool) -> dict
         if not had or not kind.is_in(config):
             continue
         if kind.fields_of:
-            there = {name: getattr(config, name) for name in kind.fields}
             asked = {name: chosen.pop(name) for name in kind.fields if name in chosen}
         else:
-            there, settings = kind.settings(config), (fields.get("connections") or {}).get(kind.name) or {}
+            settings = (fields.get("connections") or {}).get(kind.name) or {}
             asked = {f"{kind.name}_{name}": value for name, value in settings.items()}
-            there = {f"{kind.name}_{name}": value for name, value in there.items()}
+        there = kind.field_values(config)
         for name, value in asked.items():
             if value != there[name]:
                 raise ValueError(

@@ -289,6 +289,13 @@ class Connection(Added):
         return own_fields(cls) | dict((getattr(config, "connections", None) or {}).get(cls.name) or {})
 
     @classmethod
+    def field_values(cls, config: Any) -> dict[str, Any]:
+        """Field, by the name that `connect` takes -> value."""
+        if cls.fields_of is not None:
+            return {name: getattr(config, name) for name in cls.fields}
+        return {f"{cls.name}_{name}": value for name, value in cls.settings(config).items()}
+
+    @classmethod
     def is_in(cls, config: Any) -> bool:
         """Whether `config` sets any of its fields; an initial value alone is no connection."""
         if cls.fields_of is None:
