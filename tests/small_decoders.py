@@ -132,7 +132,7 @@ def small_config(model_type: str, **own: Any) -> Any:
     for name in ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types"):
         if isinstance(stated.get(name), (list, tuple)) and isinstance(stated[name][0], str):
             kinds = list(dict.fromkeys(stated[name]))[:LAYERS]
-            fields[name] = (kinds * LAYERS)[:LAYERS]
+            fields[name] = (kinds * LAYERS)[: own.get("num_hidden_layers", LAYERS)]
     # Chance would make two passes differ.
     fields |= {
         name: 0.0 for name, value in stated.items() if re.search("drop|jitter", name) and isinstance(value, float)

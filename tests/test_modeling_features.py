@@ -283,8 +283,9 @@ def test_task_heads_train_and_reload(variant: str, head: str, tmp_path: Path) ->
             assert_close(got.logits[row], logits_of(again, RAGGED["input_ids"][row : row + 1, -real:])[0])
             assert_close(right.logits[row], logits_of(again, RAGGED["input_ids"][row : row + 1].flip(1)[:, :real])[0])
 
-    whole = torch.compile(model, backend="eager", fullgraph=True)(**RAGGED, **labels)
-    assert_close(whole.loss, model(**RAGGED, **labels).loss)
+    if variant == "resformer" or head == "sequence":  # what is below a head is compiled for each variant once
+        whole = torch.compile(model, backend="eager", fullgraph=True)(**RAGGED, **labels)
+        assert_close(whole.loss, model(**RAGGED, **labels).loss)
     model.loss_function = lambda *given, **named: torch.tensor(7.0)  # a user's own
     assert model(**RAGGED, **labels).loss == 7
 
