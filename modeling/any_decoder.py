@@ -460,8 +460,6 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
             if (name, maker) != TOKENS and not 0 <= maker < n:
                 return f"layer {n} would read the {name} of layer {maker}, which is none before it"
     for own in (getattr(each, kind.name, None) for each in (*layers, decoder.module)):
-        if hasattr(own, "modules_to_save"):
-            return "PEFT has wrapped it: merge or unload the adapter first"
         if not isinstance(own, (Added, type(None))):
             return f"its modules have an attribute {kind.name!r} of their own: choose another name"
     if decoder.loops:

@@ -230,6 +230,8 @@ def _connect(
     `unless_exact`: what to say, and refuse, if they do not start plainly.
     """
     check_whole(model)
+    if any(hasattr(each, "adapter_layer_names") for each in model.modules()):  # which is saved without what comes now
+        raise ValueError(f"{type(model).__name__}: PEFT has wrapped it: merge or unload the adapter first.")
     before = connections_of(model.config) if isinstance(model, ConnectedModel) else {}
     fields = with_further(model.config, fields, plain=saved is None)
     family = family_of(model.config)
@@ -259,6 +261,7 @@ def _connect(
                 module = made[f"{decoder.name.rpartition('.')[2]}.{n}.{each.name}"] = each.made(view.of_layer(n), n)
                 set_initial_values(module)
     tensors = {} if saved is None else read_coefficients(saved, made, model)
+    base = {} if before else _base_of(model)
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function
@@ -270,7 +273,7 @@ def _connect(
         shared, own = model.config, _with_fields(copy.copy(model.config), fields)
         for module in model.modules():  # another model may have been made from the same configuration
             vars(module).update({name: own for name, value in vars(module).items() if value is shared})
-        _remember_base(model)
+        model.config.base_model = base
         become_connected(model, type(model.config))
         model.add_connections(decoder)
     load_coefficients(model, tensors)
@@ -285,14 +288,13 @@ def _without_name(model: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, model)
 
 
-def _remember_base(model: Any) -> None:
-    """Writes into the configuration which weights the connections are for."""
+def _base_of(model: Any) -> dict[str, Any]:
+    """Which weights the connections are for."""
     base = dict(getattr(model.config, "base_model", None) or {})
     if (name := model.config._name_or_path) and not base:
         commit = getattr(model.config, "_commit_hash", None)  # of a folder, its last part tells of no machine
         base = {"name": name if commit else Path(name).absolute().name, "revision": commit}
-    base["checksums"] = checksums(model)
-    model.config.base_model = base
+    return base | {"checksums": checksums(model)}
 
 
 def _connect_again(model: Any, fields: Mapping[str, Any], decoder: Decoder) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.errors import CheckpointError, had_two_meanings
@@ -124,6 +125,7 @@ def _weights(model: torch.nn.Module) -> list[tuple[str, Any]]:
         for name, each in model.named_parameters()
         if id(each) not in added
         and each.is_floating_point()
+        and type(each.data) in (torch.Tensor, DTensor)  # torchao's are whole numbers that say otherwise
         and not any(part in name for part in ("lora_", ".adapter"))
     ]
     return sorted(weights, key=lambda each: each[0])

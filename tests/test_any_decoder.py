@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import any_decoder
 import pytest
@@ -175,6 +176,15 @@ def test_any_value_of_a_field_fits_or_is_refused_in_one_line(name: str) -> None:
             any_decoder.logits_of(connected)
             model = small_decoder("llama")
     assert torch.equal(any_decoder.logits_of(model), plain)
+
+
+def test_a_connection_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_decoder("gemma3_text")
+    facts = any_decoder.facts_of(model)
+    monkeypatch.setattr(connecting, "checksums", Mock(side_effect=NotImplementedError("of some quantised tensor")))
+    with pytest.raises(NotImplementedError):
+        resformer.connect(model)
+    assert any_decoder.facts_of(model)[1:] == facts[1:]
 
 
 def other_value(value: Any) -> Any:

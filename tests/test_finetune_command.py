@@ -20,9 +20,9 @@ from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from command_server import resformer
 from conftest import Stop
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, default_data_collator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, default_data_collator
 
-from resformer import ResFormerForCausalLM, retrofit
+from resformer import ResFormerForCausalLM, connect, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_target, locked
@@ -257,6 +257,18 @@ def test_only_what_is_named_is_trained(
     assert str(checkpoint_card(work / "taught").card) == card
 
 
+def test_connections_of_a_model_without_a_name_are_for_the_checkpoint(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(work / "source")
+    config.name_or_path = ""
+    connect(AutoModelForCausalLM.from_config(config), "mudd").save_pretrained(work / "nameless")
+    AutoTokenizer.from_pretrained(work / "source").save_pretrained(work / "nameless")
+    tuned(work, "alone", monkeypatch, model="nameless", train="connections")
+    written = json.loads((work / "alone/connections/config.json").read_text())
+    assert written["base_model"]["name"] == "nameless"
+
+
 def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -341,8 +353,9 @@ def test_what_comes_after_each_epoch_comes_after_each(work: Path, monkeypatch: p
 
 def test_a_finetuning_with_a_constant_rate_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constant = {"lr_scheduler_type": "constant", "keep_optimizer": True}
-    tuned(work, "short", monkeypatch, steps=3, **constant)
-    tuned(work, "short", monkeypatch, steps=6, **constant, resume=True)
+    tuned(work, "short", monkeypatch, steps=3, **constant, eval_steps=3)
+    report = tuned(work, "short", monkeypatch, steps=6, **constant, resume=True, eval_steps=2)
+    assert [entry.step for entry in report.evaluations] == [0, 3, 4, 6]
     tuned(work, "long", monkeypatch, steps=6, lr_scheduler_type="constant")
     short, long = (load_file(work / name / "model.safetensors") for name in ("short", "long"))
     assert all(torch.equal(tensor, short[key]) for key, tensor in long.items())

@@ -375,6 +375,12 @@ def test_connections_that_an_adapter_trains_are_saved_alone(method: str, tmp_pat
     model.save_pretrained(tmp_path / "adapter")
     with pytest.warns(UserWarning, match=r"connections that the model lacks, and they are left out: \['"):
         PeftModel.from_pretrained(small_decoder("llama"), tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"connections that the model lacks, and they are left out: \['"):
+        small_decoder("llama").load_adapter(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="PEFT has wrapped it: merge or unload the adapter first"):
+        resformer.connect(
+            get_peft_model(small_decoder("llama"), LoraConfig(target_modules=["q_proj"])).get_base_model()
+        )
     for name, parameter in model.named_parameters():
         parameter.data += 0.1 * ("lora_B" in name)
     with pytest.raises(ValueError, match="by training, merging or an adapter"):
@@ -434,14 +440,18 @@ def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str
     assert similarity.median() > (0.9 if how.endswith("4") else 0.99)
 
 
+QUANTISED = {"bitsandbytes": BitsAndBytesConfig(load_in_4bit=True), "torchao": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
 @pytest.mark.usefixtures("unpacked")
-def test_a_quantised_model_can_be_connected_and_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", QUANTISED)
+def test_a_quantised_model_can_be_connected_and_trained(how: str, tmp_path: Path) -> None:
     small_decoder("gemma3_text").save_pretrained(tmp_path)
-    options = BitsAndBytesConfig(load_in_4bit=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QUANTISED[how], dtype=torch.float32)
     expected = logits_of(model)
     model = resformer.connect(model, "resformer-denseformer")
     assert torch.equal(logits_of(model), expected)
+    resformer.save_connections(model, tmp_path / "alone")
     before = coefficients(model)
     train(adapt(model, ["q_proj"], modules_to_save=CONNECTIONS))
     after = {name.replace("modules_to_save.default.", ""): each for name, each in coefficients(model).items()}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, others_slow, tiny_model, training_arguments, training_rows
-from small_decoders import small_decoder
+from small_decoders import SEEING, seeing_model, small_decoder
 from transformers import AutoModelForCausalLM, Trainer
 
 import resformer
@@ -25,6 +25,7 @@ from resformer.training.optimizer import (
     check_muon,
     connections_by_kind,
     is_connection,
+    load_weights,
     scratch_rates,
     set_connection_rates,
 )
@@ -90,6 +91,43 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
         {"activation_checkpointing": True},
     ):
         assert_trained_alike(trained(trainer(method, **options)), expected)
+
+
+def test_weights_that_files_name_otherwise_are_resumed_and_kept(tmp_path: Path) -> None:
+    """Those of experts: the stock Trainer would go on with the ones that it began with."""
+
+    def run(steps: int, folder: str, **options: Any) -> ConnectionTrainer:
+        torch.manual_seed(0)
+        model = resformer.connect(small_decoder("qwen3_moe"), "resformer-denseformer")
+        arguments = training_arguments(
+            tmp_path / folder, max_steps=steps, save_strategy="steps", save_steps=2, **options
+        )
+        rows = training_rows(16)
+        return ConnectionTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
+
+    expected = trained(run(4, "whole", learning_rate=0.1))
+    trained(run(2, "cut", learning_rate=0.1))
+    resumed = run(4, "cut", learning_rate=0.1)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(each, expected[1][name]) for name, each in resumed.model.named_parameters())
+    metric = {"metric_for_best_model": "loss", "greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
+    best = run(4, "best", learning_rate=0.1, load_best_model_at_end=True, **metric)
+    trained(best)
+    assert best.state.best_model_checkpoint == str(tmp_path / "best/checkpoint-2")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "best/checkpoint-2").state_dict()
+    assert all(torch.equal(each, saved[name]) for name, each in best.model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEEING)
+def test_a_model_that_sees_images_is_loaded_as_it_was_saved(family: str, tmp_path: Path) -> None:
+    model = resformer.connect(seeing_model(family)[0], "denseformer")
+    model.save_pretrained(tmp_path)
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load_weights(model, tmp_path)
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
 
 @pytest.mark.parametrize("model_type", ["resformer", "llama"])
@@ -273,6 +311,8 @@ def test_a_rate_that_would_not_be_used_is_refused_or_warned_of(rate: str, traine
         with pytest.raises(ValueError, match=f"{rate} is {wrong}; expected 0 or more"):
             trainer("resformer", **{rate: wrong})
     given = torch.optim.SGD([torch.zeros(1)]), None
+    with pytest.raises(ValueError, match="connection_learning_rate has coefficents; expected coefficients, gates"):
+        trainer("resformer", connection_learning_rate={"coefficents": 0.1})
     with pytest.raises(ValueError, match=f"{rate} is 0, and `optimizers` has an optimizer of its own; leave one out"):
         trainer("resformer", optimizers=given, **{rate: 0})
     with pytest.warns(UserWarning, match=r"connection_learning_rate is 0.1, and no connection has parameters"):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from resformer.convert.connected_families import view
 from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
@@ -32,11 +34,12 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         seen = None
     model: Any = meta_model(config)
     passed = _passed(model)
-    ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    apart = [each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding)]  # of positions too
+    apart += [head.weight for head in [model.get_output_embeddings()] if head is not None]
     weights = sum(
         passed[name]
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and not is_connection(name) and not any(parameter is end for end in ends)
+        if parameter.dim() > 1 and not is_connection(name) and not any(parameter is each for each in apart)
     )
     places = [] if seen is None else seen.places
     queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]

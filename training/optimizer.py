@@ -1,17 +1,22 @@
 """Groups of parameters: rates of their own for connections, no decay of what is no matrix, Muon for matrices."""
 
+import functools
 import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel, Trainer
 
+from resformer.errors import CheckpointError
 from resformer.modeling.connections import KINDS
+from resformer.names import INDEX, SINGLE
 
 #: What the parameters of connections are. Each kind has a rate.
 COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
@@ -69,6 +74,8 @@ def set_connection_rates(optimizer: torch.optim.Optimizer, model: nn.Module, rat
     if EMBEDDINGS in rates:
         by_kind[EMBEDDINGS] = [cast(PreTrainedModel, model).get_input_embeddings().weight]
     for kind, parameters in by_kind.items():
+        if kind not in rates:
+            continue
         moved = _move(optimizer, parameters, lr=rates[kind], weight_decay=0.0)
         trained = any(parameter.requires_grad for parameter in parameters)
         if trained and (not moved or hasattr(optimizer, "fused_backward")):  # LOMO steps in the backward pass
@@ -154,15 +161,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class ConnectionTrainer(Trainer):
     """The stock `Trainer`, in which the connections have their own learning rates, whatever the optimizer.
 
-    Matrices alone are decayed.
+    Matrices alone are decayed. Checkpoints are loaded as by `from_pretrained`; weights that files name otherwise than the
+    model, those of most experts for one, the stock one leaves as they were.
 
     Args:
-        connection_learning_rate: of all connections, or of each of `CONNECTIONS` (and of `EMBEDDINGS`); `None`: that
-            of everything else.
+        connection_learning_rate: of all connections, or by `CONNECTIONS` and `EMBEDDINGS`; `None`, and of what is not
+            named: that of everything else.
         muon_learning_rate: of Muon for the matrices of the layers; `None`: no Muon.
 
     Raises:
-        ValueError: a rate is below 0 or not finite, or `optimizers` has an optimizer, which has its own rates.
+        ValueError: a rate is below 0, not finite or of another name, or `optimizers` has an optimizer, which has its
+            own rates.
     """
 
     def __init__(
@@ -181,6 +190,9 @@ class ConnectionTrainer(Trainer):
                 raise ValueError(f"{name} is {given}; expected 0 or more.")
             if given is not None and self.optimizer is not None:
                 raise ValueError(f"{name} is {given}, and `optimizers` has an optimizer of its own; leave one out.")
+        kinds = *CONNECTIONS, EMBEDDINGS
+        if isinstance(rates, Mapping) and (unknown := sorted(rates.keys() - {*kinds})):
+            raise ValueError(f"connection_learning_rate has {', '.join(unknown)}; expected {', '.join(kinds)}.")
         if rates is not None and not isinstance(rates, Mapping):
             if not any(is_connection(name) for name, _ in self.model.named_parameters()):
                 warnings.warn(f"connection_learning_rate is {rates}, and no connection has parameters.", stacklevel=2)
@@ -206,3 +218,39 @@ class ConnectionTrainer(Trainer):
                 options = {"lr": self.muon_learning_rate, "weight_decay": self.args.weight_decay, "muon": True}
                 _move(self.optimizer, matrices.values(), **options)
         return self.optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        model = self.model if model is None else model
+        if self._is_saved_whole(resume_from_checkpoint, model):
+            load_weights(cast(PreTrainedModel, model), resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._is_saved_whole(self.state.best_model_checkpoint, self.model):
+            load_weights(cast(PreTrainedModel, self.model), self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _is_saved_whole(self, folder: Any, model: Any) -> bool:
+        """Neither an adapter nor in parts that each process reads."""
+        whole = isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or any(Path(folder).glob("pytorch_model_fsdp*"))
+        parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        files = any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
+        return whole and files and not (sharded or parallel)
+
+
+def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
+    """Sets the weights of a model to those of a checkpoint of its class, whatever its files name them.
+
+    Raises:
+        CheckpointError: it lacks some, or has others.
+    """
+    weights = (p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not is_connection(name))
+    saved, info = type(model).from_pretrained(
+        folder, dtype=functools.reduce(torch.promote_types, weights), output_loading_info=True
+    )
+    if wrong := {key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys") if info[key]}:
+        raise CheckpointError(f"{folder}: is no checkpoint of this {type(model).__name__}: {wrong}.")
+    model.load_state_dict(saved.state_dict())

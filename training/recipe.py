@@ -47,7 +47,7 @@ from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
-from resformer.model_cards import Evaluation, model_card
+from resformer.model_cards import Evaluation, base_model_of, model_card
 from resformer.modeling.families import language_model_class
 from resformer.modeling.saved_connections import checksums, coefficients, weights_have_changed
 from resformer.names import BESIDE_TRAINED
@@ -337,7 +337,7 @@ def _write(
     if options.train == "connections":
         trained: Any = copy.copy(config)
         alone, local = folder / "connections", Path(options.model).is_dir()
-        if not trainer.has_weights_of_base:
+        if not (trainer.has_weights_of_base and base_model_of(config).get("name")):
             name = Path(options.model).resolve().name if local else options.model
             trained.base_model = {"name": name, "revision": getattr(config, "_commit_hash", None)}
         tensors = coefficients(read_connections(config, read_checkpoint(folder).shards))

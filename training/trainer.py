@@ -98,6 +98,7 @@ class RecipeTrainer(ConnectionTrainer):
         return super().evaluate(*given, **more)
 
     def _run_epoch(self, **arguments: Any) -> None:
+        self.state.compute_steps(self.args, self.state.max_steps)  # resumed, it has those of the run before
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**arguments)
         else:  # resumed from the last checkpoint: the stock loop would train one step more

@@ -116,15 +116,24 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
                 stacklevel=2,
             )
 
-    load = peft_model.PeftModel.load_adapter
+    peft_model.PeftModel.__init__ = init
+    _tell_of_lacking_connections(peft_model.PeftModel)
+
+
+def _register_loaded_adapters(integration: ModuleType) -> None:
+    _tell_of_lacking_connections(integration.PeftAdapterMixin)
+
+
+def _tell_of_lacking_connections(model_class: Any) -> None:
+    load = model_class.load_adapter
 
     @wraps(load)
     def load_adapter(self: Any, *given: Any, **named: Any) -> Any:
         result = load(self, *given, **named)
-        if result.unexpected_keys:  # of modules that the model lacks
+        if unexpected := getattr(result, "unexpected_keys", None):  # of modules that the model lacks
             from resformer.modeling.connections import KINDS
 
-            parts = {part for key in result.unexpected_keys for part in key.split(".")}
+            parts = {part for key in unexpected for part in key.split(".")}
             if lacking := [kind.name for kind in KINDS if kind.name in parts]:
                 warnings.warn(
                     f"The adapter has connections that the model lacks, and they are left out: {lacking}. First "
@@ -133,7 +142,7 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
                 )
         return result
 
-    peft_model.PeftModel.__init__, peft_model.PeftModel.load_adapter = init, load_adapter
+    model_class.load_adapter = load_adapter
 
 
 #: Module -> what is called with it after its import.
@@ -144,6 +153,7 @@ _REGISTRATIONS = {
     "peft.utils.constants": _register_adapter_targets,
     "peft.utils.transformers_weight_conversion": _register_adapter_targets,
     "peft.peft_model": _register_frozen_connections,
+    "transformers.integrations.peft": _register_loaded_adapters,
 }
 
 
