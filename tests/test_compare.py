@@ -17,6 +17,7 @@ from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from conftest import Stop, tiny_config, tiny_model, windowed_model
 from safetensors.torch import load_file
 from scipy import stats
+from small_decoders import small_decoder
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, default_data_collator, get_scheduler
 
@@ -94,6 +95,17 @@ def test_the_rate_is_constant_or_falls_at_the_end(schedule: str, rates: list[flo
 
 
 # Costs.
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_tables_of_positions_are_no_products(family: str) -> None:
+    model, tokens = small_decoder(family), 16
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(tokens)[None], use_cache=False)
+    parts = forward_flops(model.config, tokens)
+    parts["attention"] *= 2 * tokens / (tokens + 1)  # eager attention computes the masked half too
+    assert sum(parts.values()) * tokens == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("variant", [*METHODS, "crossed-sharing"])

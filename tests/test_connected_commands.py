@@ -145,6 +145,7 @@ def test_tensors_that_are_not_what_the_model_asks_for_are_refused(folder: Path, 
 
 
 def test_card_and_push(folder: Path, commands: Commands, tmp_path: Path) -> None:
+    assert commands("card", folder / "moved", "--repository", "no name").exit_code == 2
     done = commands("card", folder / "moved", "--dry-run", "--repository", "you/model")
     assert 'AutoModelForCausalLM.from_pretrained("you/model")' in done.stdout
     assert "resformer.value_mixing_matrix(model)" in done.stdout

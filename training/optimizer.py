@@ -161,7 +161,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class ConnectionTrainer(Trainer):
     """The stock `Trainer`, in which the connections have their own learning rates, whatever the optimizer.
 
-    Matrices alone are decayed. Checkpoints are loaded as by `from_pretrained`; weights that files name otherwise than the
+    Matrices alone are decayed. Checkpoints are loaded as by `from_pretrained`: weights that files name otherwise than a
     model, those of most experts for one, the stock one leaves as they were.
 
     Args:

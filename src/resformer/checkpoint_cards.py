@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from huggingface_hub import ModelCard
 from huggingface_hub.dataclasses import type_validator
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.convert.retrofitting import UNRECORDED, RetrofitReport
@@ -82,11 +83,13 @@ def checkpoint_card(
         base_model: Hub id of the source, if it was read from a folder.
         license: the Hub's name of a licence; default: the licence of the source.
 
-    Raises `CheckpointError` if it is no ResFormer checkpoint, or a file cannot be read.
+    Raises `CheckpointError` if it is no ResFormer checkpoint, or a file cannot be read, `ValueError` if a name is none.
     """
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
+    if repository is not None:
+        validate_repo_id(repository)
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
     training, results = _read_results(
