@@ -75,7 +75,7 @@ def revert(
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"{opened.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error
     for kind in (each for each in KINDS if each.is_in(before)):
-        now = kind.field_values(config) if kind.is_in(config) else {}
+        now = kind.field_values(config) if kind.fields_of or kind.is_in(config) else {}
         for name, value in kind.field_values(before).items():
             if value != now.get(name):
                 raise CheckpointError(

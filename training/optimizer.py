@@ -248,9 +248,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
         CheckpointError: it lacks some, or has others.
     """
     weights = (p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not is_connection(name))
-    saved, info = type(model).from_pretrained(
-        folder, dtype=functools.reduce(torch.promote_types, weights), output_loading_info=True
-    )
+    dtype = functools.reduce(torch.promote_types, weights)
+    saved, info = type(model).from_pretrained(folder, config=model.config, dtype=dtype, output_loading_info=True)
     if wrong := {key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys") if info[key]}:
         raise CheckpointError(f"{folder}: is no checkpoint of this {type(model).__name__}: {wrong}.")
     model.load_state_dict(saved.state_dict())
