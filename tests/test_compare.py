@@ -97,9 +97,12 @@ def test_the_rate_is_constant_or_falls_at_the_end(schedule: str, rates: list[flo
 # Costs.
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_tables_of_positions_are_no_products(family: str) -> None:
-    model, tokens = small_decoder(family), 16
+@pytest.mark.parametrize(
+    ("family", "fields"), [("gpt2", {}), ("opt", {}), ("deepseek_v3", {"first_k_dense_replace": 4})]
+)
+def test_operations_of_other_families_are_those_that_torch_counts(family: str, fields: dict[str, Any]) -> None:
+    """Tables of positions are no products; keys may be wider than values."""
+    model, tokens = small_decoder(family, **fields), 16
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None], use_cache=False)

@@ -20,7 +20,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     | part | per layer and token |
     |---|---|
     | `projections` | 2 x the weights of all matrices but the head; of experts a token passes its share |
-    | `attention` | 4 x query heads x head_dim x keys, the mean number of keys that a causal token sees |
+    | `attention` | 2 x query heads x (numbers of a key and of a value) x the mean number of keys that a token sees |
     | `connections` | the sum of their `flops` |
     | `head` | once, 2 x hidden_size x vocab_size |
 
@@ -42,7 +42,11 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         if parameter.dim() > 1 and not is_connection(name) and not any(parameter is each for each in apart)
     )
     places = [] if seen is None else seen.places
-    queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]
+    wide = getattr(text, "qk_head_dim", None)  # of queries and keys, where values have another
+    queries = [
+        each.query_heads * ((wide or each.values.head_dim) + each.values.head_dim) / 2 if each.values is not None else 0
+        for each in places
+    ]
     attention = 0.0
     kind_of_all = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"  # Mistral
     kinds = getattr(text, "layer_types", None) or [kind_of_all] * len(queries)
