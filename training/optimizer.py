@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel, Trainer
 
 from resformer.errors import CheckpointError
 from resformer.modeling.connections import KINDS
-from resformer.names import INDEX, SINGLE
 
 #: What the parameters of connections are. Each kind has a rate.
 COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
@@ -221,24 +221,28 @@ class ConnectionTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = self.model if model is None else model
-        if self._is_saved_whole(resume_from_checkpoint, model):
+        if self._names_differ(resume_from_checkpoint, model):
             load_weights(cast(PreTrainedModel, model), resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self._is_saved_whole(self.state.best_model_checkpoint, self.model):
+        if self._names_differ(self.state.best_model_checkpoint, self.model):
             load_weights(cast(PreTrainedModel, self.model), self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 
-    def _is_saved_whole(self, folder: Any, model: Any) -> bool:
-        """Neither an adapter nor in parts that each process reads."""
-        whole = isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or any(Path(folder).glob("pytorch_model_fsdp*"))
+    def _names_differ(self, folder: Any, model: Any) -> bool:
+        """Whether whole files lack names of the model's; neither of an adapter nor in parts that each process reads."""
         parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        files = any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
-        return whole and files and not (sharded or parallel)
+        if not isinstance(model, PreTrainedModel) or parallel or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        found: set[str] = set()
+        for path in Path(folder).glob("model*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found.update(file.keys())
+        asked = model.state_dict().keys() - getattr(model, "all_tied_weights_keys", {}).keys()
+        return bool(found) and not asked <= found
 
 
 def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
