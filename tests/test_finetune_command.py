@@ -264,8 +264,8 @@ def test_connections_of_a_model_without_a_name_are_for_the_checkpoint(
     config.name_or_path = ""
     connect(AutoModelForCausalLM.from_config(config), "mudd").save_pretrained(work / "nameless")
     AutoTokenizer.from_pretrained(work / "source").save_pretrained(work / "nameless")
-    tuned(work, "alone", monkeypatch, model="nameless", train="connections")
-    written = json.loads((work / "alone/connections/config.json").read_text())
+    tuned(work, "of-nameless", monkeypatch, model="nameless", train="connections")
+    written = json.loads((work / "of-nameless/connections/config.json").read_text())
     assert written["base_model"]["name"] == "nameless"
 
 
