@@ -378,7 +378,6 @@ def assert_it_generates_and_trains(model: PreTrainedModel, generating: bool) -> 
         assert all(torch.allclose(again[each], found[each], atol=1e-6) for each in found), (
             "checkpointing changes gradients"
         )
-    model.eval()
 
 
 def assert_reloads(model: PreTrainedModel) -> None:

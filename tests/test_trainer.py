@@ -25,7 +25,6 @@ from resformer.training.optimizer import (
     check_muon,
     connections_by_kind,
     is_connection,
-    load_weights,
     scratch_rates,
     set_connection_rates,
 )
@@ -122,11 +121,12 @@ def test_weights_that_files_name_otherwise_are_resumed_and_kept(tmp_path: Path) 
 @pytest.mark.parametrize("family", SEEING)
 def test_a_model_that_sees_images_is_loaded_as_it_was_saved(family: str, tmp_path: Path) -> None:
     model = resformer.connect(seeing_model(family)[0], "denseformer")
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
     expected = {name: each.clone() for name, each in model.state_dict().items()}
     for parameter in model.parameters():
         parameter.data.zero_()
-    load_weights(model, tmp_path)
+    trainer = ConnectionTrainer(model=model, args=training_arguments(tmp_path / "run"))
+    trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
 
