@@ -19,8 +19,8 @@ def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
     """Bytes that one token of one sequence takes in a cache, while it is inside every window.
 
     Args:
-        config: a `ResFormerConfig`, or another of a decoder all of whose layers cache rows of `num_key_value_heads`
-            heads (`LlamaConfig`, ...). `resformer inspect` tells those of others.
+        config: a `ResFormerConfig`, or that of another decoder in which every layer caches `num_key_value_heads` heads
+            (`LlamaConfig`, ...). For other decoders use `resformer inspect`.
         dtype: dtype of the cache, a name such as `"bfloat16"` or a `torch.dtype`.
 
     Raises:

@@ -230,7 +230,7 @@ def _connect(
     `unless_exact`: what to say, and refuse, if they do not start plainly.
     """
     check_whole(model)
-    if any(hasattr(each, "adapter_layer_names") for each in model.modules()):  # which is saved without what comes now
+    if any(hasattr(each, "adapter_layer_names") for each in model.modules()):  # an adapter is saved without these
         raise ValueError(f"{type(model).__name__}: PEFT has wrapped it: merge or unload the adapter first.")
     before = connections_of(model.config) if isinstance(model, ConnectedModel) else {}
     fields = with_further(model.config, fields, plain=saved is None)

@@ -125,7 +125,7 @@ def _weights(model: torch.nn.Module) -> list[tuple[str, Any]]:
         for name, each in model.named_parameters()
         if id(each) not in added
         and each.is_floating_point()
-        and type(each.data) in (torch.Tensor, DTensor)  # torchao's are whole numbers that say otherwise
+        and type(each.data) in (torch.Tensor, DTensor)  # torchao's whole numbers say that they are floating
         and not any(part in name for part in ("lora_", ".adapter"))
     ]
     return sorted(weights, key=lambda each: each[0])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel, Trainer
 
 from resformer.errors import CheckpointError
 from resformer.modeling.connections import KINDS
+from resformer.safetensors_format import read_shard
 
 #: What the parameters of connections are. Each kind has a rate.
 COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
@@ -161,8 +161,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class ConnectionTrainer(Trainer):
     """The stock `Trainer`, in which the connections have their own learning rates, whatever the optimizer.
 
-    Matrices alone are decayed. Checkpoints are loaded as by `from_pretrained`: weights that files name otherwise than a
-    model, those of most experts for one, the stock one leaves as they were.
+    Matrices alone are decayed. Weights that have another name in a checkpoint's files, such as those of most experts,
+    are loaded too; the stock `Trainer` leaves them as they were.
 
     Args:
         connection_learning_rate: of all connections, or by `CONNECTIONS` and `EMBEDDINGS`; `None`, and of what is not
@@ -233,14 +233,11 @@ class ConnectionTrainer(Trainer):
             super()._load_best_model()
 
     def _names_differ(self, folder: Any, model: Any) -> bool:
-        """Whether whole files lack names of the model's; neither of an adapter nor in parts that each process reads."""
+        """Whether the files lack a name of the model's; `False` for adapters, and where processes hold parts."""
         parallel = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         if not isinstance(model, PreTrainedModel) or parallel or self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return False
-        found: set[str] = set()
-        for path in Path(folder).glob("model*.safetensors"):
-            with safe_open(path, "pt") as file:
-                found.update(file.keys())
+        found = {name for path in Path(folder).glob("model*.safetensors") for name in read_shard(path).names}
         asked = model.state_dict().keys() - getattr(model, "all_tied_weights_keys", {}).keys()
         return bool(found) and not asked <= found
 
@@ -255,5 +252,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     dtype = functools.reduce(torch.promote_types, weights)
     saved, info = type(model).from_pretrained(folder, config=model.config, dtype=dtype, output_loading_info=True)
     if wrong := {key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys") if info[key]}:
-        raise CheckpointError(f"{folder}: is no checkpoint of this {type(model).__name__}: {wrong}.")
+        raise CheckpointError(
+            f"{folder}: is no checkpoint of this {type(model).__name__}: {wrong}. Begin again, or take another."
+        )
     model.load_state_dict(saved.state_dict())

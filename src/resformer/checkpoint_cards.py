@@ -83,7 +83,7 @@ def checkpoint_card(
         base_model: Hub id of the source, if it was read from a folder.
         license: the Hub's name of a licence; default: the licence of the source.
 
-    Raises `CheckpointError` if it is no ResFormer checkpoint, or a file cannot be read, `ValueError` if a name is none.
+    Raises `CheckpointError` if it is no ResFormer checkpoint, or a file cannot be read, and `ValueError` for no name.
     """
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
