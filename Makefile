@@ -3,7 +3,7 @@
 # `make test-gpu` needs a GPU; `make test-vllm` runs vLLM on the CPU, in some four minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
-WORKERS ?= 2
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN) && echo $$((cores < 4 ? cores : 4)))
 ARGS ?=
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -46,7 +46,7 @@ test-gpu: .venv/test
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-vllm: .venv-vllm/made
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n 2 --dist worksteal \
 		-m vllm tests/test_evaluation.py tests/test_serving.py tests/test_vllm.py $(ARGS)
 
 # What an engine loads, on the oldest Transformers; one in between walks the decoders of some families;

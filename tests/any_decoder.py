@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import resformer
 from resformer.configuration.methods import METHODS
 from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.connected import added_modules
 from resformer.modeling.connecting import chosen_fields, connected_config
 from resformer.modeling.connection import coefficient
 from resformer.modeling.versions import CACHE
@@ -47,7 +48,7 @@ CONNECTIONS: dict[str, dict[str, Any]] = {
     "sharing": {},  # of `sharing`
     "own": {"connections": {"seen_gain": {"init": 1.0}}},
 }
-#: Those with which a model generates and trains at once: each is in one of them. It is saved and loaded with all.
+#: Those with which a model is tried at once: each is in one of them. It is saved and loaded with all.
 SETS = (
     ("value_residual", "neutreno", "value_embeddings", "dwa", "embedding_residual", "backout", "own"),
     ("depth_attention", "delta_attention_residuals", "attnres"),
@@ -96,11 +97,11 @@ def connected(base: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     return resformer.connect(copy.deepcopy(base), "transformer", lossy=True, **fields_for(base, fields))
 
 
-def move(model: PreTrainedModel) -> None:
-    """Coefficients that do something."""
+def move(model: PreTrainedModel, of: str = "") -> None:
+    """Coefficients that do something: all, or those of the modules of this name."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if is_connection(name):
+        if is_connection(name) and of in ("", *name.split(".")):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
@@ -331,8 +332,11 @@ def why_refused(base: PreTrainedModel, name: str) -> str:
     return ""
 
 
-def verdict(base: PreTrainedModel, name: str) -> str:
-    """Empty if the connection passes everything; else why it is refused. Where it raises, `base` stays connected."""
+def verdict(base: PreTrainedModel, name: str, alone: bool = True) -> str:
+    """Empty if the connection passes everything; else why it is refused. Where it raises, `base` stays connected.
+
+    What is not tried alone is tried in `SETS`, but for NeuTRENO, with which no model starts as it was.
+    """
     if said := why_refused(base, name):
         return said
     if name == "sharing":
@@ -343,21 +347,35 @@ def verdict(base: PreTrainedModel, name: str) -> str:
         assert_the_first_norm_comes_before_attention(base)
     if "value" in name:
         assert_values_are_those_that_are_attended_to(base, CONNECTIONS[name])
-    expected, seen, *rest = plain_facts(base)
-    model = resformer.connect(base, "transformer", lossy=True, **fields_for(base, CONNECTIONS[name]))
-    logits, seen_now, *_ = facts_of(model)
-    assert seen_now is seen, "a hook on a layer sees something else"
-    assert name == "neutreno" or torch.equal(logits, expected), "the plain start changes logits"
-    move(model)
-    assert not torch.equal(logits_of(model), expected), "it has no effect"
-    logits, *rest_now = facts_of(resformer.disconnect(model, lossy=True))
-    assert rest_now == [seen, *rest], "disconnected, it is another model"
-    assert torch.equal(logits, expected), "disconnected, it computes something else"
+    if alone or name == "neutreno":
+        assert_it_comes_and_goes(base, [name])
     return ""
 
 
+def fields_of(names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for each in reversed(names) for name, value in CONNECTIONS[each].items()}
+
+
+def assert_it_comes_and_goes(base: PreTrainedModel, names: Sequence[str]) -> None:
+    """Connections start plainly, each does something once it has learned, and without them the model is as before."""
+    expected, seen, *rest = plain_facts(base)
+    model = resformer.connect(base, "transformer", lossy=True, **fields_for(base, fields_of(names)))
+    logits, seen_now, *_ = facts_of(model)
+    assert seen_now is seen, "a hook on a layer sees something else"
+    assert torch.equal(logits, expected) != (names == ["neutreno"]), "the plain start changes logits, or NeuTRENO none"
+    for part in {
+        name.rpartition(".")[2]: None for name, added in added_modules(model).items() if [*added.parameters()]
+    }:
+        move(model, part)
+        before, logits = logits, logits_of(model)
+        assert not torch.equal(logits, before), f"{part} has no effect"
+    logits, *rest_now = facts_of(resformer.disconnect(model, lossy=True))
+    assert rest_now == [seen, *rest], "disconnected, it is another model"
+    assert torch.equal(logits, expected), "disconnected, it computes something else"
+
+
 def together(base: PreTrainedModel, names: Sequence[str]) -> PreTrainedModel:
-    model = connected(base, {name: value for each in reversed(names) for name, value in CONNECTIONS[each].items()})
+    model = connected(base, fields_of(names))
     move(model)
     return model
 
@@ -403,8 +421,8 @@ def assert_reloads(model: PreTrainedModel) -> None:
         assert torch.allclose(*exact, rtol=0, atol=1e-12), "saving and loading changes logits"
 
 
-def verdicts(model_type: str) -> dict[str, str]:
-    """Of each connection; one entry, `""`, if no small model of the type can be made and read text."""
+def verdicts(model_type: str, alone: bool = True) -> dict[str, str]:
+    """Of each connection, alone or in `SETS`; one entry, `""`, if no small model is made that reads text."""
     base = None
     try:
         base = small_decoder(model_type)
@@ -415,7 +433,7 @@ def verdicts(model_type: str) -> dict[str, str]:
     found = {}
     for name in CONNECTIONS:
         try:
-            found[name] = verdict(base, name)
+            found[name] = verdict(base, name, alone)
         except Exception as error:
             found[name] = f"FAILS: {type(error).__name__}: {error}"[:300]
             base = small_decoder(model_type)
@@ -424,12 +442,15 @@ def verdicts(model_type: str) -> dict[str, str]:
         if not passing:
             continue
         try:
+            if names in SETS and not alone:
+                assert_it_comes_and_goes(base, [name for name in passing if name != "neutreno"])
             model = together(base, passing)
             if names in SETS:
                 assert_it_generates_and_trains(model, generates(base))
             else:
                 assert_reloads(model)
         except Exception as error:
+            base = small_decoder(model_type)
             try:
                 assert_reloads(base)
             except Exception:  # any of a family's code

@@ -48,7 +48,7 @@ QUICK = ("llama", "gemma3_text", "qwen3_moe", "phi3", "gpt_oss", "lfm2")
 
 @pytest.mark.parametrize("model_type", others_slow(TYPES, QUICK))
 def test_each_connection_does_what_the_documentation_says(model_type: str) -> None:
-    found = any_decoder.verdicts(model_type)
+    found = any_decoder.verdicts(model_type, alone=model_type in QUICK)
     assert not [said for said in found.values() if said.startswith("FAILS")]
     refusals, documented = any_decoder.refusals(found), any_decoder.documented().get(model_type)
     if f"transformers=={transformers.__version__}\n" in (any_decoder.ROOT / "constraints.txt").read_text():
@@ -471,8 +471,13 @@ def test_generation_with_any_cache_of_prompts_padded_on_the_left_equals_uncached
         assert torch.equal(got.sequences, expected)
 
 
-@used
-@pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+#: Flex attention is compiled for each family: one with windows, one whose values are narrower than keys.
+KERNELS = [*((each, "eager") for each in USED), *((each, "flex_attention") for each in ("gemma3_text", "deepseek_v3"))]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [KERNELS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in KERNELS[1:])]
+)
 def test_attention_kernels_agree(model_type: str, attention: str) -> None:
     model = build(model_type)
     with torch.no_grad():
