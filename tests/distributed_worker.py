@@ -34,7 +34,6 @@ def accelerator() -> Accelerator:
     }
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=settings.pop("version"),
-        transformer_cls_names_to_wrap=[settings.pop("transformer_layer_cls_to_wrap")],
         cpu_offload=settings.pop("offload_params"),
         **settings,
     )
@@ -63,9 +62,8 @@ def run(folder: Path, kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     if kind == "accelerate":
         name = type(model).__name__
-        sharder, layer = accelerator(), type(model.model.layers[0]).__name__
-        if not layer.startswith("ResFormer"):  # for ours the file says it
-            sharder.state.fsdp_plugin.transformer_cls_names_to_wrap = [layer]
+        sharder = accelerator()
+        sharder.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # those of the model before
         model, optimizer = sharder.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert type(model).__name__ == f"FSDP{name}"
         sharder.backward(model(ids, labels=ids).loss)
