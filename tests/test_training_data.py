@@ -1,6 +1,7 @@
 """Training data: every kind of source, the split by content, the packing."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -17,9 +18,11 @@ import pytest
 import torch
 from checkpoints import byte_tokenizer, family_model
 from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
 from tokenizers.processors import TemplateProcessing
 
 from resformer.analysis import analyze
+from resformer.errors import OutputError
 from resformer.training.data import (
     DataError,
     content,
@@ -255,6 +258,15 @@ def test_any_column_of_token_ids_is_read(dtype: str, held_out: dict[str, list[bo
     if held_out:  # by their tokens where the column says nothing
         given = Dataset.from_dict({"input_ids": ids, "held_out": [None] * 40})
         assert len(pack_documents({"ids": given}, byte_tokenizer(), **options).held_out)
+
+
+def test_a_saved_dataset_stays_as_it_is_and_a_full_disk_is_not_its_fault(tmp_path: Path) -> None:
+    ROWS.save_to_disk(tmp_path)
+    before = source_digest(str(tmp_path))
+    pack_documents(load_documents([str(tmp_path)]), byte_tokenizer(), block=8, held_out=0.0, held_out_blocks=1)
+    assert source_digest(str(tmp_path)) == before  # no cache beside the data, which may be read-only
+    with pytest.raises(OutputError, match=r"notes.txt: the cache of .* cannot be written"), reading_source("notes.txt"):
+        raise DatasetGenerationError from OSError(errno.ENOSPC, "full")
 
 
 def test_sources_are_mixed_by_tokens_and_none_is_cut(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Training data: documents of files, saved datasets and Hub ids, read by `datasets`, and which of them are held out."""
 
+import errno
 import glob
 import hashlib
 import json
@@ -19,20 +20,19 @@ from typing import Any
 import pyarrow as pa
 from datasets import (
     Dataset,
-    DatasetDict,
     Features,
     IterableDataset,
     Json,
     Value,
     load_dataset,
     load_dataset_builder,
-    load_from_disk,
 )
+from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetGenerationCastError, DatasetsError
 from datasets.table import CastError
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from resformer.errors import CheckpointError, first_names, one_line
+from resformer.errors import CheckpointError, OutputError, first_names, one_line
 
 #: The source that every machine has: the files of Python's standard library, about 11 MB.
 STANDARD_LIBRARY = "standard-library"
@@ -52,6 +52,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("parquet", "arrow")},
 }
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _BROKEN = (lzma.LZMAError, zlib.error, EOFError, Warning, pa.ArrowException)
 #: What is read of a chat, or of a prompt with its completion; of both, either is a text or a list of messages.
 CHAT = ("messages", "conversations", "prompt", "completion", "tools", "chat_template_kwargs")
@@ -176,6 +177,11 @@ def reading_source(source: str) -> Iterator[None]:
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, TypeError, *_BROKEN) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, DataError):  # `datasets` wraps what its functions raise
+            if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE:
+                told = f"{source}: the cache of `datasets`, {HF_DATASETS_CACHE}, cannot be written"
+                raise OutputError(
+                    f"{told}: {os.strerror(cause.errno)}. HF_DATASETS_CACHE=FOLDER names another."
+                ) from error
             cause = cause.__cause__
         if cause is not None:
             raise cause from None
@@ -236,11 +242,12 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
         return rows if streaming else Dataset.from_list([*standard_library()]), []
     if path.exists() and "::" in str(path.absolute()):
         raise DataError(f"{source}: `datasets` takes the :: in its path for an archive; rename it.")
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        part = load_from_disk(str(path))
-        if isinstance(part, DatasetDict):
-            part = part[_split(source, split, part)]
-        return part.to_iterable_dataset() if streaming else part, []
+    if (path / "dataset_dict.json").is_file():
+        path /= _split(source, split, json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+    if (path / "state.json").is_file():  # not by `load_from_disk`, whose caches lie beside the data
+        listed = json.loads((path / "state.json").read_text(encoding="utf-8")).get("_data_files", [])
+        names = [glob.escape(str(path.absolute() / file["filename"])) for file in listed]
+        return load_dataset("arrow", data_files=names, split="train", streaming=streaming), []
     if (path / INDEX).is_file():
         listed = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
         written = sorted(listed, key=lambda file: file["name"].startswith("train"))  # held-out documents first
