@@ -1,5 +1,6 @@
 """`resformer finetune`: a whole checkpoint or nothing, resumed to the bit, on one process or two."""
 
+import errno
 import hashlib
 import json
 import math
@@ -273,9 +274,12 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "replacing", Mock(side_effect=OSError("the disk is full")))
-        with pytest.raises(OSError, match="full"):
+        patch.setattr(recipe, "_write", Mock(side_effect=RuntimeError("unexpected pos 64 vs 0")))  # torch's full disk
+        with pytest.raises(OutputError, match=r"died: .* bytes are free .*--resume"):
             tuned(work, "died", patch, **options)
+        patch.setattr("os.replace", Mock(side_effect=OSError(errno.ENOSPC, "the disk is full")))
+        with pytest.raises(OutputError, match=r"arguments.json: cannot be written: the disk is full"):
+            tuned(work, "died", patch, **options, resume=True)
     report = tuned(work, "died", monkeypatch, **options, resume=True)
     assert (report.steps, report.resumed_from) == (2, 2)
     _, first, second = (entry.loss for entry in report.evaluations)

@@ -45,7 +45,7 @@ from resformer.convert.reading import read_checkpoint, side_file
 from resformer.convert.source import check_language_model
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, did_you_mean, one_line
-from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
+from resformer.files import beside, check_apart, check_target, locked, replace_text, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, base_model_of, model_card
 from resformer.modeling.families import language_model_class
@@ -66,6 +66,7 @@ from resformer.training.trainer import (
     RecipeTrainer,
     SettingsAreSaved,
     last_checkpoint,
+    saving,
 )
 from resformer.training.untrained import why_not_trained
 from resformer.untrusted import names_in
@@ -167,8 +168,7 @@ def finetune_checkpoint(
             told = f"{last}: has no state of the optimizer (save_only_model); a run cannot go on from it as it began"
             raise CheckpointError(f"{told}. Begin again with --force.")
         if first:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            (unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
+            replace_text(unfinished / BEGUN, json.dumps(begun, indent=2))
         PartialState().wait_for_everyone()
         _train(trainer, last, report)
         if finish is not None:
@@ -178,7 +178,7 @@ def finetune_checkpoint(
         report.passes = public({source: passes for source, (_, passes) in read.items()}, names)
         source_card = record_origin(options, config, report, read)
         output = replacing(Path(options.output), made_by=command, force=force) if first else nullcontext(unfinished)
-        with output as folder:
+        with output as folder, saving(Path(options.output)):
             _write(options, config, trainer, report, source_card, folder)
         if first:
             kept = last_checkpoint(unfinished) if options.keep_optimizer else None

@@ -6,7 +6,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ _FEW = 64  # coefficients of a parameter that are recorded each
 _PEAKS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turns an error of the disk, which torch and safetensors tell as their own, into an `OutputError`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch says nothing of a full disk
+        free = shutil.disk_usage(folder.parent).free
+        told = f"{folder}: a checkpoint cannot be written, {free:,} bytes are free"
+        raise OutputError(f"{told} ({one_line(error)}). Make room, then go on with --resume.") from error
+
+
 class RecipeTrainer(ConnectionTrainer):
     """The loss of an evaluation is the cross-entropy, a mean over all labels: no balancing loss, no mean of means."""
 
@@ -50,12 +62,8 @@ class RecipeTrainer(ConnectionTrainer):
             self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class) or None  # 0: no text
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        try:
+        with saving(Path(self.args.output_dir)):
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch says nothing of a full disk
-            free = shutil.disk_usage(self.args.output_dir).free
-            told = f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free"
-            raise OutputError(f"{told} ({one_line(error)}). Make room, then go on with --resume.") from error
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
