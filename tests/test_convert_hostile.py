@@ -21,10 +21,8 @@ from command_server import resformer
 from conftest import SNAPSHOTS, assert_one_said, cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_planted_folders import places
-from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
 from resformer.convert import CheckpointError, inspect, revert, verify
@@ -214,30 +212,14 @@ def of_shape(name: str, *shape: int) -> Damage:
     return tensors(lambda stored: stored.update({name: torch.zeros(shape)}))
 
 
-def index(change: Callable[[Json], object]) -> Damage:
-    """Changes the index's map from tensors to files, in place."""
-    return json_file(INDEX, lambda content: change(content["weight_map"]))
-
-
 def file_of_norm(file: object) -> Damage:
-    return index(lambda weight_map: weight_map.update({NORM: file}))
-
-
-def shards_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model-*.safetensors"))
+    """Of the last norm in the index."""
+    return json_file(INDEX, lambda content: content["weight_map"].update({NORM: file}))
 
 
 def in_two_files(folder: Path) -> None:
-    first, *_, last = shards_of(folder)
+    first, *_, last = sorted(folder.glob("model-*.safetensors"))
     save_file({**load_file(first), **load_file(last)}, first)
-
-
-def under_two_names(folder: Path) -> None:
-    """One shard under two names, with the tensors divided between them."""
-    first = max(shards_of(folder), key=lambda path: len(load_file(path)))
-    (folder / "twin.safetensors").symlink_to(first.name)
-    name = next(iter(load_file(first)))
-    index(lambda weight_map: weight_map.update({name: "twin.safetensors"}))(folder)
 
 
 def without(*names: str) -> Damage:
@@ -252,7 +234,7 @@ def both(*damages: Damage) -> Damage:
 
 Table = dict[str, Damage]
 
-#: What is no JSON object, in the place of each file that is to be one.
+#: What is no JSON object.
 NO_JSON: dict[str, bytes] = {
     "empty": b"",
     "not-json": b"{'a': 1}",
@@ -262,11 +244,8 @@ NO_JSON: dict[str, bytes] = {
     "a-key-twice": b'{"a": "x", "a": "y"}',
 }
 
-#: Files that do not follow the format of safetensors.
+#: Files that do not follow the format of safetensors: the fuzzer below knows more.
 FORMAT: Table = {
-    "nested-as-deep-as-json-goes": header_bytes(lambda text: b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"),
-    "shape-of-5000-digits": header_bytes(lambda text: text.replace(b"[32]", b"[" + b"1" * 5000 + b"]")),
-    "a-name-with-a-lone-surrogate": added(SURROGATE + ".rotary_emb.inv_freq"),
     "a-git-lfs-pointer": written(WEIGHTS, LFS),
 }
 #: Well stored, and not the tensors that config.json asks for.
@@ -274,21 +253,16 @@ TENSORS: Table = {
     "of-eight-bits": tensor(V, lambda old: old.to(torch.float8_e4m3fn)),
     "missing": tensors(lambda stored: stored.pop(Q)),
     "a-layer-with-a-leading-zero": tensors(lambda stored: stored.update({Q.replace(".1.", ".01."): stored.pop(Q)})),
-    "of-a-compiled-model": tensors(
-        lambda stored: [stored.update({f"_orig_mod.{n}": stored.pop(n)}) for n in list(stored)]
-    ),
     "beside-a-distributed-checkpoint": written("shard-00000-model-00001-of-00001.safetensors", b""),
+    "beside-an-adapter": written("adapter_config.json", b"{}"),
     "a-tied-head-of-(0, 32)": both(config(tie_word_embeddings=True), of_shape(HEAD, 0, 32)),
 }
 SECOND = "model-00002-of-00006.safetensors"
-MANY = json.dumps({"weight_map": dict.fromkeys(map(str, range(10**5)), "a.safetensors")}).encode()
 INDICES: Table = {
-    **{name: written(INDEX, content) for name, content in NO_JSON.items()},
-    "100000-tensors": written(INDEX, MANY),
+    "not-json": written(INDEX, NO_JSON["not-json"]),
     "no-metadata": json_file(INDEX, lambda content: content.pop("metadata")),
     "file-of-500-bytes-in-250-characters": file_of_norm("é" * 238 + ".safetensors"),
     "in-two-files": in_two_files,
-    "one-shard-behind-a-link": under_two_names,
     "no-index-and-a-shard-missing": without(SECOND, INDEX),
 }
 CONFIGS: Table = {
@@ -368,19 +342,10 @@ def test_numbers_that_are_not_finite_go_along_to_the_bit_or_are_named(copy: Copy
         assert torch.equal(load_file(path)[NORM].view(torch.int32), payloads)
 
 
-def test_an_adapter_beside_a_source_is_refused(copy: Copy) -> None:
-    """Where PEFT is installed, Transformers applies it."""
-    source = copy()
-    get_peft_model(
-        AutoModelForCausalLM.from_pretrained(source), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    ).save_pretrained(source)
-    assert "has an adapter beside the model" in convert_refused(source)
-
-
 # What a retrofit adds.
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"family": {}}', b'{"family": "gpt2"}', b"{}"])
+@pytest.mark.parametrize("content", [b"{", b'{"family": {}}', b'{"family": "gpt2"}', b"{}"])
 def test_revert_survives_any_record(content: bytes, copy: Copy) -> None:
     source = copy("retrofit")
     (source / "resformer_conversion.json").write_bytes(content)
