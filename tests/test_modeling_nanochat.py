@@ -5,16 +5,14 @@ equations.
 """
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_server import python
 from conftest import RAGGED, SMEAR, TINY, WINDOWS, family_config, randomise
 from test_modeling_generation import generate
 from transformers import (
@@ -30,7 +28,6 @@ from transformers import (
 from transformers.modeling_utils import AttentionInterface
 
 import resformer
-from resformer.configuration import METHODS
 from resformer.modeling.connecting import disconnect
 from resformer.modeling.nanochat import Nanochat2026Config, Nanochat2026ForCausalLM
 from resformer.modeling.versions import CACHE
@@ -163,20 +160,9 @@ for folder in ("plain", "connected"):
     print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
 print(pickle.load(open("config.pkl", "rb")).model_type)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(resformer.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == [
-        "nanochat_2026",
-        "Nanochat2026ForCausalLM",
-        "ResFormerNanochat2026ForCausalLM",
-        "resformer_nanochat_2026",
-    ], done.stderr
+    printed = python("-c", code, cwd=tmp_path, PYTHONPATH=str(Path(resformer.__file__).parents[1]))
+    classes = ["Nanochat2026ForCausalLM", "ResFormerNanochat2026ForCausalLM"]
+    assert printed.split() == ["nanochat_2026", *classes, "resformer_nanochat_2026"]
 
 
 @pytest.mark.parametrize("method", [None, "nanochat"])
@@ -208,8 +194,6 @@ def test_one_compiled_graph_computes_the_same() -> None:
         torch.testing.assert_close(logits_of(compiled, IDS, **options), logits_of(model, IDS))
 
 
-def test_the_method_of_its_name_is_the_connections_alone() -> None:
-    fields = METHODS["nanochat"](6)
-    assert fields == {"value_embeddings": [1, 3, 5], "embedding_residual": True, "backout": True}
+def test_a_smear_is_of_its_own_family_alone() -> None:
     with pytest.raises(ValueError, match=r"`smear`=True is no field of Llama's decoder.*'nanochat_2026'"):
         resformer.ResFormerConfig(smear=True)

@@ -9,7 +9,7 @@ from typing import Any
 import nanochat_twin as twin
 import pytest
 import torch
-from command_server import resformer
+from conftest import cli
 from hub_server import Commands
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -38,14 +38,19 @@ class Run:
         return AutoModelForCausalLM.from_pretrained(self.output, dtype=dtype).eval()
 
 
-@pytest.fixture(scope="module", params=ERAS)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(request.param, tmp_path_factory.mktemp("nanochat"))
-
-
 @pytest.fixture(scope="module")
-def newest(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(4, tmp_path_factory.mktemp("nanochat"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return [Run(era, tmp_path_factory.mktemp("nanochat")) for era in ERAS]
+
+
+@pytest.fixture(params=ERAS)
+def run(request: pytest.FixtureRequest, runs: list[Run]) -> Run:
+    return runs[request.param]
+
+
+@pytest.fixture
+def newest(runs: list[Run]) -> Run:
+    return runs[-1]
 
 
 @torch.no_grad()
@@ -74,8 +79,8 @@ def test_greedy_tokens_are_nanochats_through_each_cache(run: Run, cache: str | N
     assert tokens.tolist() == expected.tolist()
 
 
-def test_tokens_are_tiktokens(run: Run) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(run.output)
+def test_tokens_are_tiktokens(newest: Run) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(newest.output)
     assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == twin.encoded(TEXT)
     bos = len(twin.RANKS)
     assert tokenizer(TEXT)["input_ids"] == [bos, *twin.encoded(TEXT)]
@@ -217,12 +222,11 @@ def test_other_pickles_are_refused_by_name(content: bytes, message: str, tmp_pat
         read_encoding(tmp_path / "tokenizer.pkl")
 
 
-def test_what_a_run_has_no_use_for_is_refused(tmp_path: Path) -> None:
-    twin.save_run(tmp_path / "d12", 1)
-    done = resformer("convert", "d12", "out", "--lossy", "--method", "cla2", cwd=tmp_path)
-    assert done.returncode != 0
+def test_what_a_run_has_no_use_for_is_refused(newest: Run, tmp_path: Path) -> None:
+    done = cli("convert", newest.source, tmp_path / "out", "--lossy", "--method", "cla2")
+    assert done.exit_code != 0
     assert "--lossy, --method: a nanochat run is converted as it is" in done.stderr
-    done = resformer("convert", "d12", "out", "--json", "--set", "softcap=20", cwd=tmp_path)
+    done = cli("convert", newest.source, tmp_path / "out", "--json", "--set", "softcap=20")
     assert json.loads(done.stdout)["constants"]["softcap"] == 20
 
 
