@@ -74,18 +74,6 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(pair: str,
     assert {**one, "_name_or_path": None} == {**other, "_name_or_path": None}
 
 
-def test_all_takes_out_every_connection(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "qwen", "qwen2")
-    retrofit(tmp_path / "qwen", tmp_path / "one", "resformer", verify="headers")
-    report = retrofit(tmp_path / "one", tmp_path / "two", "denseformer", verify="headers")
-    assert report.family == "qwen2"
-    removed = revert(tmp_path / "two", tmp_path / "one again").removed
-    assert removed == [f"model.layers.{n}.depth_average.weight" for n in range(6)]
-    back = revert(tmp_path / "two", tmp_path / "plain", all=True)
-    assert (back.family, back.remaining) == ("qwen2", {})
-    assert stored(tmp_path / "plain") == stored(tmp_path / "qwen")
-
-
 def test_what_was_added_and_has_learned_is_not_taken_out(tmp_path: Path) -> None:
     retrofit(trained(tmp_path, "resformer"), tmp_path / "both", "denseformer", verify="headers")
     move(tmp_path / "both", tmp_path / "again", "depth_average")
