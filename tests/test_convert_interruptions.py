@@ -138,10 +138,8 @@ finally:
     [
         (signal.SIGKILL, True, ["convert", "--method", "denseformer"]),
         (signal.SIGINT, False, ["revert"]),
-        pytest.param(signal.SIGINT, True, ["convert", "--link"], marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, True, ["convert"], marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, False, ["convert"], marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, True, ["revert"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, ["convert", "--link"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, False, ["revert"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -276,7 +274,6 @@ def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "deleted": Path.unlink,
-    "emptied": lambda path: os.truncate(path, 0),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1000),
     "grown": lambda path: os.truncate(path, path.stat().st_size + 100),
     "a-folder": replaced(Path.mkdir),
@@ -360,8 +357,8 @@ def test_a_link_in_the_place_of_what_lies_beside_the_output_is_not_followed(
 # Bytes and modes.
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o027], ids=oct)
-def test_modes_follow_the_umask(umask: int, source: Path) -> None:
+def test_modes_follow_the_umask(source: Path) -> None:
+    umask = 0o027
     for path in source.rglob("*"):
         path.chmod(0o700)  # nothing of the source's modes goes along
     before = os.umask(umask)
