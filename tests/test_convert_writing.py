@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EXACT, change_json, contents, save_checkpoint
-from conftest import tiny_model
 from default_load import look
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -286,11 +285,8 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "family"),
     [
-        ("rms_norm_eps", 1e-3, "llama"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "llama"),
         ("num_key_value_heads", 1, "mistral"),
-        ("sliding_window", 100, "mistral"),
-        ("hidden_act", "gelu", "llama"),
         ("dtype", "bfloat16", "llama"),
     ],
 )
@@ -307,7 +303,7 @@ def test_verify_compares_configurations(field: str, value: Any, family: str, tmp
     assert field in found.configuration
 
 
-@pytest.mark.parametrize("method", ["neutreno", "resformer-gated", "mudd"])
+@pytest.mark.parametrize("method", ["neutreno", "mudd"])
 def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", num_hidden_layers=3)
     retrofit(tmp_path / "one", tmp_path / "two", method, lossy=True)
@@ -449,24 +445,19 @@ FOREIGN: dict[str, Callable[[Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("command", [retrofit, bundle, revert])
-def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[..., Any], tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama", num_hidden_layers=2)
-    source = tmp_path / "llama"
-    if command is not retrofit:
-        source = tmp_path / "ours"
-        retrofit(tmp_path / "llama", source, verify="headers")
-    if command is bundle:
-        shutil.rmtree(source)
-        tiny_model("resformer").save_pretrained(source)
-    models = tmp_path / "models"
-    command(source, models / "one", verify="headers")
-    command(source, models / "one", verify="headers", force=True)
+def test_force_replaces_an_earlier_result_and_nothing_else(tmp_path: Path) -> None:
+    """Of the same command: what others wrote is not its own."""
+    source, models = tmp_path / "llama", tmp_path / "models"
+    save_checkpoint(source, num_hidden_layers=2)
+    retrofit(source, models / "one", verify="headers")
+    retrofit(source, models / "one", verify="headers", force=True)
     with pytest.raises(CheckpointError, match="replace it with --force"):
-        command(source, models / "one")
-    refused = {models: LISTING, tmp_path / "llama": LISTING} if command is retrofit else {tmp_path / "ours": LISTING}
-    if command is bundle:  # which no command here has written
-        refused = {tmp_path / "ours": "config.json"}
+        retrofit(source, models / "one")
+    refused = {models: LISTING, source: LISTING}
+    for command, made in ((revert, tmp_path / "reverted"), (bundle, tmp_path / "bundled")):
+        command(models / "one", made, verify="headers")
+        command(models / "one", made, verify="headers", force=True)
+        refused[made] = LISTING
     for name, change in FOREIGN.items():
         shutil.copytree(models / "one", tmp_path / name)
         refused[tmp_path / name] = change(tmp_path / name)
@@ -474,7 +465,7 @@ def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[...
     for force in (False, True):
         for output, named in refused.items():
             with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
-                command(source if output != source else models / "one", output, verify="headers", force=force)
+                retrofit(source if output != source else models / "one", output, verify="headers", force=force)
             assert caught.value.option is None
     assert contents(tmp_path) == before
 
