@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 from checkpoints import FAMILIES as VARIANTS
-from checkpoints import change_json, contents, family_model
+from checkpoints import contents, family_model
 from conftest import others_slow
 from hub_server import Commands, Repository
-from test_finetune_command import finetune
 from tokenizer_files import CLASSES, FORMS, combinations, facts, tokenizer_json, write_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from resformer import retrofit, revert, verify
-from resformer.convert import VerificationError
 from resformer.names import SIDE_FILES
 
 #: Llama-style families, each with tables of its own in Transformers.
@@ -119,11 +117,9 @@ def test_the_tokens_stay_through_every_command(
         (tmp_path / name / "README.md").write_text("---\nlicense: mit\n---\n")
         retrofit(name, f"{name}-out", verify="headers")
         assert verify(name, f"{name}-out", verify="hashes").tokens.identical
-        done = finetune(
-            tmp_path, f"{name}-out", f"{name}-tuned", "--data", "notes.txt", "--block", "32", "--steps", "1", "--json",
-            "--held-out", "0",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        options = ("--data", "notes.txt", "--block", 32, "--steps", 1, "--held-out", 0, "--json")
+        done = commands("finetune", f"{name}-out", f"{name}-tuned", *options)
+        assert done.exit_code == 0, done.stderr
         assert json.loads(done.stdout)["tokenizer"]["identical"]
         assert commands("push", f"{name}-out", f"you/{name}").exit_code == 0
         download(commands.hub.repositories[f"you/{name}"], tmp_path / f"{name}-hub")
@@ -166,24 +162,6 @@ def test_verify_says_which_text_differs(models: Path, tmp_path: Path) -> None:
     comparison = verify(source, tmp_path / "out", verify="hashes")
     assert comparison.same is False
     assert str(comparison.tokens).startswith("differ: the ids of 'Hello world' are, from 0 on, [")
-
-
-@pytest.mark.slow
-def test_the_switch_for_mistrals_regex(models: Path, tmp_path: Path) -> None:
-    """Transformers reads it by the model type, which is another one: told, and not converted."""
-    source = source_of(models, tmp_path / "source", "mistral", "", "bytes", "nowhere")
-    change_json(source / "config.json", transformers_version="4.57.1")
-    content = json.loads(tokenizer_json("bytes"))
-    content["model"]["vocab"] |= {f"token {n}": n for n in range(len(content["model"]["vocab"]), 100_100)}
-    (source / "tokenizer.json").write_text(json.dumps(content))
-    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    retrofit(source, tmp_path / "unset", verify="headers")
-    assert facts(tmp_path / "unset") == facts(source)
-    unset = facts(source)
-    change_json(source / "tokenizer_config.json", fix_mistral_regex=True)
-    assert facts(source) != unset
-    with pytest.raises(VerificationError, match="another tokenizer than the source"):
-        retrofit(source, tmp_path / "set", verify="headers")
 
 
 def test_a_tokenizer_with_more_ids_than_rows_is_told(models: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Small tokenizers of every kind, as the files that checkpoints have."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -165,9 +164,9 @@ def combinations(family: int) -> Iterator[tuple[str, str, str]]:
         yield "", form, "nowhere"
 
 
-def facts(folder: Path, **options: Any) -> dict[str, Any]:
+def facts(folder: Path) -> dict[str, Any]:
     """What `AutoTokenizer` makes of a folder, as a user sees it; the class aside."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     special = [*tokenizer.all_special_tokens, *SPECIAL]
     texts = [
         *TEXT[:9],
@@ -187,10 +186,3 @@ def facts(folder: Path, **options: Any) -> dict[str, Any]:
         chat = [{"role": "user", "content": "Hi  there"}, {"role": "assistant", "content": " 12"}]
         seen["chat"] = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return seen
-
-
-if __name__ == "__main__":  # in a process that cannot import resformer: python tokenizer_files.py FOLDER...
-    from remote_worker import NoResformer
-
-    sys.meta_path.insert(0, NoResformer())
-    print(json.dumps([facts(Path(name), trust_remote_code=True) for name in sys.argv[1:]]))
