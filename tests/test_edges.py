@@ -39,33 +39,15 @@ SETS = (
     "depth-attention",
     "nanochat",
 )
-METHODS = "+".join(SETS).split("+")
 HOSTS = ("gpt_neox", "llama", "gemma3_text")
-#: Its queries, keys and values are one product.
-REFUSED = dict.fromkeys(("svformer", "depth-attention", "mudd"), "gpt_neox")
-#: Methods alone, each with one host, which a quick run tries.
-QUICK = (
-    "llama-resformer",
-    "llama-svformer",
-    "gemma3_text-neutreno",
-    "llama-delta-attention-residuals",
-    "gemma3_text-mudd",
-    "gpt_neox-denseformer",
-)
-
-
-def methods_of(case: str) -> list[str]:
-    host, _, methods = case.partition("-")
-    return [method for method in methods.split("+") if REFUSED.get(method) != host]
-
-
-CASES = [*QUICK, *(case for host in HOSTS for each in SETS if methods_of(case := f"{host}-{each}"))]
+#: Each set on a host, whose queries, keys and values are one product in gpt_neox; a quick run tries the first.
+CASES = [f"{host}-{each}" for host, each in zip(itertools.cycle(HOSTS), SETS, strict=False)]
 
 
 def connected(case: str) -> PreTrainedModel:
     """Of three layers: a first one, one that both reads and is read, and a last one; compilers take long for each."""
-    host = small_decoder(case.partition("-")[0], num_hidden_layers=3)
-    model = resformer.connect(host, methods_of(case), lossy=True).train()
+    host, _, methods = case.partition("-")
+    model = resformer.connect(small_decoder(host, num_hidden_layers=3), methods.split("+"), lossy=True).train()
     any_decoder.move(model)
     return model
 
@@ -152,7 +134,7 @@ def compiled_with_breaks(model: PreTrainedModel) -> None:
 
 
 WRAPPERS: list[Callable[[PreTrainedModel], Any]] = [
-    *(attention_alone, layers_wrapped, products_kept, accelerates, transformers_own),
+    *(attention_alone, layers_wrapped, products_kept, accelerates),
     *(regions, compiled_in_the_list, compiled_in_place, compiled_with_checkpoints, compiled_with_breaks),
 ]
 
@@ -163,18 +145,15 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {re.sub(wrappers, "", name): each for name, each in any_decoder.all_gradients(model).items()}
 
 
-#: Which take a compiler seconds: each set on one host. The slowest take those that act in more places than others.
-SLOW = (regions, compiled_in_the_list, compiled_in_place)
-SLOWEST = (compiled_with_checkpoints, compiled_with_breaks)
-ONCE = [f"{host}-{each}" for host, each in zip(itertools.cycle(HOSTS), SETS, strict=False)]
+#: Which take a compiler seconds: one for all sets, the others for the first ones.
+COMPILED = (compiled_in_the_list, compiled_in_place, compiled_with_checkpoints, compiled_with_breaks)
 
 
 def wrapped_cases(wrap: Callable[..., Any]) -> list[Any]:
-    once = [*QUICK[:1], *(ONCE[:3] if wrap in SLOWEST else ONCE)]
-    cases, quick = (once, QUICK[:1] if wrap is regions else ()) if wrap in SLOW + SLOWEST else (CASES, QUICK)
+    quick = CASES[:0] if wrap in COMPILED else CASES[:1] if wrap is regions else CASES[:3]
     return [
         pytest.param(wrap, case, id=f"{wrap.__name__}-{case}", marks=[] if case in quick else pytest.mark.slow)
-        for case in cases
+        for case in (CASES[:3] if wrap in COMPILED else CASES)
     ]
 
 
@@ -196,11 +175,10 @@ def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(wrap: Callable[...
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("host", others_slow(HOSTS, ["llama"]))
 @pytest.mark.parametrize("wrap", [regions, compiled_in_the_list, compiled_in_place], ids=lambda each: each.__name__)
-def test_a_compiled_layer_is_compiled(host: str, wrap: Callable[..., Any]) -> None:
+def test_a_compiled_layer_is_compiled(wrap: Callable[..., Any]) -> None:
     captured = []
-    for model in (small_decoder(host, num_hidden_layers=3).train(), connected(f"{host}-resformer")):
+    for model in (small_decoder("llama", num_hidden_layers=3).train(), connected("llama-resformer")):
         torch.compiler.reset()
         counters.clear()
         wrapped = wrap(model)
@@ -219,13 +197,9 @@ def test_a_model_compiles_around_breaks_within_its_layers() -> None:
     torch.testing.assert_close(any_decoder.logits_of(compiled), expected, rtol=1e-4, atol=1e-5)
 
 
-# Llama's are in test_modeling_compile.py.
-GENERATED = [QUICK[-1], *(f"gemma3_text-{each}" for each in SETS)]
-
-
-@pytest.mark.parametrize("case", others_slow(GENERATED, QUICK[-1:]))
-def test_compiled_generation_is_one_graph_and_gives_the_same_tokens(case: str) -> None:
-    model = connected(case).eval()
+def test_compiled_generation_is_one_graph_and_gives_the_same_tokens() -> None:
+    """Each mechanism's in Llama: test_modeling_compile.py."""
+    model = connected("gemma3_text-mudd").eval()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(any_decoder.IDS, **options, use_cache=False)
     torch.compiler.reset()
@@ -262,7 +236,7 @@ def test_a_wrapper_that_does_not_call_its_layer_is_named() -> None:
         any_decoder.logits_of(model)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["resformer", "svformer", "denseformer", "mudd", "mhc"])
 def test_layers_that_are_repeated_or_run_one_by_one_are_refused(method: str) -> None:
     """PEFT's `layer_replication` copies and renumbers layers; quantisers call each with what the first one got."""
     model = connected(f"llama-{method}")
