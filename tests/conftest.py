@@ -110,7 +110,9 @@ FAMILIES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "qwen3-alone": ("qwen3", None, {"head_dim": 12}),
 }
 
-VARIANTS = [*METHODS, *COMBINATIONS]
+#: Methods that are others with other coefficients or layers, or two of them together: the twin has them too.
+ALIKE = "resformer-constant resformer-sparse resformer-neutreno resformer-denseformer cla2 value-embeddings".split()
+VARIANTS = [*(name for name in METHODS if name not in ALIKE), *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
 QUICK = ("transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink").split()
 
@@ -159,7 +161,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=others_slow(VARIANTS))
 def variant(request: pytest.FixtureRequest) -> str:
-    """Every named method and every combination in turn; `indirect=True` narrows the choice."""
+    """Every mechanism and every combination in turn; `indirect=True` makes another choice."""
     return request.param
 
 
