@@ -145,16 +145,6 @@ def test_checkpoints_give_the_same_gradients(layers: Layers, reentrant: bool) ->
     assert all(earlier["onward"].first is None for earlier in handed if "onward" in earlier)  # else graphs stay alive
 
 
-def test_second_derivatives_are_those_of_the_equation(layers: Layers) -> None:
-    results = []
-    for run in (layers.mixed, layers.by_the_equation):
-        first = torch.autograd.grad(weighted(run()), layers.inputs, create_graph=True)
-        batch = torch.eye(4, 18, dtype=torch.float64, device=layers.hidden.device).unflatten(1, (3, 2, 3))
-        batched = torch.autograd.grad(run()[4][0], layers.inputs, batch, is_grads_batched=True)
-        results.append([first, torch.autograd.grad(weighted([*first]), layers.inputs), batched])
-    assert_alike(*results)
-
-
 def test_transforms_and_forward_mode_get_the_plain_sum(layers: Layers) -> None:
     expected, _ = torch.autograd.grad(weighted(layers.by_the_equation()), [layers.hidden, layers.projections[0]])
     hidden, direction = layers.hidden, torch.ones_like(layers.hidden)
