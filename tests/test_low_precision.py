@@ -11,7 +11,7 @@ from conftest import TINY, others_slow
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
 
 #: Rounding errors are proportional to the unit roundoff: one bit less of precision would double the deviation.
@@ -85,7 +85,14 @@ def deviations(method: str) -> dict[str, float]:
     return {kind: math.sqrt(sum(values) / len(values)) for kind, values in squares.items()}
 
 
-@pytest.mark.parametrize("method", others_slow([*METHODS][1:], ["resformer", "svformer"]))
+#: One of every mechanism.
+METHODS = (
+    "resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings svformer denseformer "
+    "neutreno delta-attention-residuals attnres mudd hyper-connections mhc nanochat"
+).split()
+
+
+@pytest.mark.parametrize("method", others_slow(METHODS, ["resformer", "svformer"]))
 def test_losses_deviate_by_less_than_a_bit_more_than_llamas(method: str) -> None:
     llama = deviations("transformer")
     assert len(llama) == 4

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import tiny_model, windowed_model
+from conftest import COMBINATIONS, tiny_model, windowed_model
 from small_decoders import small_decoder
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
@@ -16,6 +16,7 @@ from resformer.modeling.connecting import connected_config
 from resformer.modeling.versions import CACHE
 
 
+@pytest.mark.parametrize("variant", ["transformer", "svformer", "cla2", *COMBINATIONS], indirect=True)
 @pytest.mark.parametrize("new_cache", [DynamicCache, GrowingCache, partial(StaticCache, max_cache_len=11)])
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 4)], ids=str)
 def test_report_is_what_a_cache_holds(

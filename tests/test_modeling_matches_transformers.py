@@ -13,14 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from resformer import ResFormerConfig, ResFormerForCausalLM, connected_config
 from resformer.training.optimizer import is_connection
 
-#: With biases and norms of their own, windows, layers without a rotary embedding.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 8},
-    "smollm3": {},
-}
+#: With windows, norms of their own, layers without a rotary embedding.
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 8}, "smollm3": {}}
 
 
 def twins(
