@@ -69,31 +69,6 @@ def make_tuned() -> type[resformer.Connection]:
     return Tuned
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
-def test_a_class_starts_plainly_trains_reloads_and_is_saved_alone(family: str, tmp_path: Path) -> None:
-    make_tuned()
-    base = small_decoder(family)
-    base.save_pretrained(tmp_path / "base")
-    model = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "tuned")
-    assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(base))
-    assert model.config.connections == {"tuned": {"init": 1.0}}
-    model(any_decoder.IDS, labels=any_decoder.IDS).loss.backward()
-    gains = {name: each for name, each in model.named_parameters() if "tuned" in name}
-    assert len(gains) == 4
-    for gain in gains.values():
-        assert gain.grad is not None
-        gain.data -= 0.5 * gain.grad.sign()
-    model.config.connections = {"tuned": {"init": 1.0, "share": 0.0}}
-    trained = any_decoder.logits_of(model)
-    model.save_pretrained(tmp_path / "whole")
-    assert torch.equal(any_decoder.logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), trained)
-    resformer.save_connections(model, tmp_path / "alone")
-    again = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "alone"))
-    assert torch.equal(any_decoder.logits_of(again), trained)
-    cached, uncached = (any_decoder.tokens_of(model, use_cache=each) for each in (True, False))
-    assert torch.equal(cached, uncached)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, "autocast"])
 def test_the_readmes_class_runs_in_any_dtype(dtype: Any, tmp_path: Path) -> None:
     """Its parameters are float32: what it returns is rounded to what it was given."""
@@ -514,9 +489,7 @@ def test_an_attention_that_is_checkpointed_alone_reads_nothing_of_its_first_run(
 
 @pytest.mark.parametrize("name", ["post_feedforward_layernorm", "hidden_size"])
 def test_a_name_that_a_layer_has_already_is_refused_before_the_model_is_changed(name: str) -> None:
-    members = {"name": name, "place": "mlp_added", "plain": {}, "forward": lambda self, added: added}
-    kind = type("Taken", (resformer.Connection,), members)
-    model = small_decoder("gemma3_text")
+    kind, model = made_with(name=name), small_decoder("gemma3_text")
     with pytest.raises(ValueError, match=f"have an attribute '{name}' of their own: choose another name"):
         resformer.connect(model, kind)
     assert type(model).__name__ == "Gemma3ForCausalLM"
