@@ -52,10 +52,13 @@ def _folder(path: Path) -> None:
 
 
 ROWS = Dataset.from_dict({"text": TEXTS})
+ROWS_OF_JSON = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 #: Kind of a source -> writes it.
 SOURCES: dict[str, Callable[[Path], object]] = {
     "txt": lambda path: path.write_text("\n\n".join(TEXTS)),
     "jsonl": lambda path: _jsonl(path, TEXTS),
+    **{f"jsonl.{kind}": lambda path, pack=pack: path.write_bytes(pack(ROWS_OF_JSON)) for kind, pack in PACKERS.items()},
     "json": lambda path: path.write_text("\n" + json.dumps([{"text": text} for text in TEXTS])),
     "texts.json": lambda path: path.write_text(json.dumps(TEXTS)),
     "csv": ROWS.to_csv,
@@ -71,8 +74,8 @@ SOURCES: dict[str, Callable[[Path], object]] = {
 def test_every_kind_of_source_gives_the_same_documents(
     kind: str, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the path is a pattern that others match, but of a folder, whose path `datasets` takes for one."""
-    run, data = ("run", "data") if kind == "folder" else ("run[1]", "data[1]")
+    """Also where the path is a pattern that others match; `datasets` takes those of folders and archives for one."""
+    run, data = ("run", "data") if kind.endswith(("folder", *PACKERS)) else ("run[1]", "data[1]")
     for each in (run, "run1"):
         (tmp_path / each).mkdir()
     monkeypatch.chdir(tmp_path / run)
@@ -336,22 +339,11 @@ def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
             weighted_sources(twice)
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
-
-
-@pytest.mark.parametrize("kind", PACKERS)
-def test_a_compressed_file_is_read(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"rows.jsonl.{kind}"
-    path.write_bytes(PACKERS[kind]("\n".join(json.dumps({"text": text}) for text in TEXTS).encode()))
-    assert load_documents([str(path)])[str(path)]["text"][:] == TEXTS
-
-
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
     Dataset.from_list(rows).to_parquet(written := io.BytesIO())
     return written.getvalue()
 
 
-ROWS_OF_JSON = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 #: Name of a file that cannot be read -> its content, and what is said of it.
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     **{f"b.txt.{kind}": (pack(ROWS_OF_JSON)[:-60], "") for kind, pack in PACKERS.items()},
