@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ WORKER = Path(__file__).with_name("killed_worker.py")
 OPTIONS = (
     "--data text.txt --sample-by line --tokenizer bytes --held-out 0.1 --held-out-blocks 8 --no-bf16 --block 32 "
     "--batch-tokens 256 --tokens 5120 --evaluations 4 --method resformer-denseformer --set hidden_size=32 "
-    "--set num_hidden_layers=2 --set intermediate_size=48 --set num_attention_heads=4 --set num_key_value_heads=2"
+    "--set num_hidden_layers=2 --set intermediate_size=48 --set num_attention_heads=4 --set num_key_value_heads=2 "
+    "--json"
 ).split()
 QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -40,8 +42,11 @@ def pretrain(work: Path, output: str, processes: int, *options: str, **environme
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environment = {**os.environ, **QUIET, "HF_HOME": str(work / "home"), **environment}
     command = [*launcher, str(WORKER), "pretrain", output, *OPTIONS, *options]
-    done = subprocess.run(command, cwd=work, env=environment, stderr=subprocess.PIPE, text=True, timeout=400)
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400)
     assert (work / output).exists() == (done.returncode == 0) == ("KILLED_AT" not in environment), done.stderr[-3000:]
+    if done.returncode == 0:  # one report, of one process
+        assert json.loads(done.stdout)["processes"] == processes
+        assert len(re.findall("^step 20/20: held-out loss", done.stderr, re.MULTILINE)) == 1, done.stderr[-3000:]
     return work / output
 
 

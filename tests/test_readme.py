@@ -99,6 +99,7 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
         assert "taken out of what the final norm reads" in card
     elif document == "docs/finetuning.md":
         assert json.loads((work / "both" / "metrics.json").read_text())["processes"] == 2
+        assert not (work / "both.training").exists()
         before, after = (
             AutoModelForCausalLM.from_pretrained(work / name).state_dict() for name in ("llama-resformer", "merged")
         )
