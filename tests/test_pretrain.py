@@ -64,11 +64,9 @@ def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "optim"), [("text.txt", "muon"), ("tokens", None)])
-def test_a_stopped_run_ends_with_the_same_weights(source: str, optim: str | None, work: Path) -> None:
-    if source == "tokens":
-        tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
-    options = {"data": [source], "optim": optim, **SMALL}
+def test_a_stopped_run_ends_with_the_same_weights(work: Path) -> None:
+    tokenize(TokenizeOptions(data=["text.txt"], output="tokens", tokenizer="bytes", held_out=0.1, sample_by="line"))
+    options = {"data": ["tokens"], "optim": "muon", **SMALL}
     pretraining.pretrain(PretrainOptions(output="whole", **options))
     Path("stopped.training/.start.resformer-partial").mkdir(parents=True)  # of a run that was killed as it began
     for step in (1, 5):  # before the first checkpoint, and between two
