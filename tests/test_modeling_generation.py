@@ -100,6 +100,7 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 3},
     "beams, dynamic": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "dynamic"},
     "beams, static": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "static"},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
 }
 CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
 
