@@ -149,20 +149,6 @@ def test_settings_that_cannot_be_saved_are_refused_before_the_first_step(
     assert not (work / "from-settings").exists()
 
 
-def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None:
-    (work / "run.yaml").write_text(
-        "model: source\noutput: from-file\ndata: notes.txt\nblock: 32\nheld-out: 0.1\nbatch: 2\nsteps: 9\n"
-        "learning_rate: 1e-3\nbf16: false\nlr_scheduler_type: constant\nsample_by: paragraph\n"
-    )
-    done = finetune(work, "--config", "run.yaml", "--steps", "2", "--set", "weight_decay=0.0", "--json")
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)
-    assert metrics["steps"] == 2
-    assert metrics["training_blocks"] > 2
-    assert metrics["arguments"]["learning_rate"] == 1e-3
-    assert metrics["arguments"]["trainer"] == {"lr_scheduler_type": "constant", "weight_decay": 0.0}
-
-
 def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
     options = FinetuneOptions(model=str(work / "source"), output=str(work / "busy"), data=[str(work / "notes.txt")])
     with (

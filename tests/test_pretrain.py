@@ -42,15 +42,18 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..., Any]) -> None:
     Path("options.yaml").write_text(
-        f"data: text.txt\nsample_by: line\ntokenizer: bytes\nset: {json.dumps(NARROW)}\nblock: 32\nbatch-tokens: 256\n"
-        "held-out: 0.1\nheld-out-blocks: 4\nevaluations: 2\nbf16: false\nmethod: svformer\n"
+        f"output: out\ndata: text.txt\nsample_by: line\ntokenizer: bytes\nset: {json.dumps(NARROW)}\nblock: 32\n"
+        "batch-tokens: 256\nheld-out: 0.1\nheld-out-blocks: 4\nevaluations: 2\nbf16: false\nmethod: svformer\n"
+        "adam_epsilon: 1.0e-7\n"
     )
     done = invoke(
-        work, "pretrain", "out", "--config", "options.yaml", "--batch-tokens", "128", "--tokens", "1k", "--json"
-    )
+        work, "pretrain", "--config", "options.yaml", "--batch-tokens", "128", "--tokens", "1k",
+        "--trainer", "dataloader_num_workers=0", "--json",
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert (report["plan"]["steps"], report["tokens"], report["method"]) == (8, 1024, "svformer")
+    assert report["arguments"]["trainer"].items() >= {"adam_epsilon": 1e-7, "dataloader_num_workers": 0}.items()
     assert report["loss_after"] < report["loss_before"]
     assert report["source"] is None
     model = AutoModelForCausalLM.from_pretrained("out")
