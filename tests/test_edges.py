@@ -134,7 +134,7 @@ def compiled_with_breaks(model: PreTrainedModel) -> None:
 
 
 WRAPPERS: list[Callable[[PreTrainedModel], Any]] = [
-    *(attention_alone, layers_wrapped, products_kept, accelerates),
+    *(attention_alone, layers_wrapped, products_kept, accelerates, transformers_own),
     *(regions, compiled_in_the_list, compiled_in_place, compiled_with_checkpoints, compiled_with_breaks),
 ]
 
