@@ -94,7 +94,8 @@ class Source:
                 f"{self.name}: Transformers ignores {first_names(strange)}, for which its model has no place; such "
                 "tensors stay in the files."
             )
-        if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
+        low = ("F8_", "F6_", "F4")
+        if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype.startswith(low)]:
             raise CheckpointError(
                 f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
                 "checkpoints have to be dequantised first."

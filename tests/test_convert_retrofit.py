@@ -214,11 +214,12 @@ def test_commands_take_the_folders_of_each_other(way: str, tmp_path: Path) -> No
         last = output
 
 
-def test_tables_have_the_sources_dtype(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama", dtype=torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, "BF16"), (torch.float64, "F64")])
+def test_tables_have_the_sources_dtype(dtype: torch.dtype, code: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=dtype)
     report = retrofit(tmp_path / "llama", tmp_path / "out", "value-embeddings")
     stored = read_checkpoint(tmp_path / "out").tensors
-    assert {name.split(".")[-2]: stored[name].dtype for name in report.added} == {"gate": "F32", "table": "BF16"}
+    assert {name.split(".")[-2]: stored[name].dtype for name in report.added} == {"gate": "F32", "table": code}
 
 
 def test_reasons_name_the_field() -> None:
