@@ -216,12 +216,12 @@ def _uniform(tokens: int) -> np.ndarray:
 def _attention(
     module: nn.Module,
     *inputs: Any,
-    measured: dict[int, torch.Tensor] | None = None,
+    measured: list[tuple[int, torch.Tensor]] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the family's eager attention returns of queries, keys and values, `(batch, heads, tokens, head_dim)`.
 
-    Puts into `measured`, by the layer's index, the quantities of a_j = (1/l) sum_i A_ij, the attention of l queries to
+    Adds to `measured`, with the layer's index, the quantities of a_j = (1/l) sum_i A_ij, the attention of l queries to
     token j averaged over heads, `(tokens,)`, and of the value states, those of the first sequence.
     """
     attention = type(getattr(module, "_module", module))  # of a layer with connections it is behind another
@@ -234,7 +234,8 @@ def _attention(
         received = weights[0].mean(dim=(0, 1), dtype=torch.promote_types(weights.dtype, torch.float32))
         share = received / received.sum()
         states = inputs[2][0].transpose(0, 1).flatten(1).to(share.dtype)
-        measured[module.layer_idx] = torch.cat([_importance_quantities(share), _norm_quantities(states)])  # type: ignore[index]
+        layer: Any = module.layer_idx
+        measured.append((layer, torch.cat([_importance_quantities(share), _norm_quantities(states)])))
     return output, weights
 
 
@@ -246,22 +247,27 @@ AttentionMaskInterface.register(_IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["e
 def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[Callable[[list[int]], np.ndarray]]:
     """A function from token ids to the quantities, `(layers, quantities)`."""
     base, was, training = model.get_decoder(), model.config._attn_implementation, model.training
-    attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
 
     def take_hidden(layer: int, module: nn.Module, args: Any, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
+        if states.dim() != 2:
+            raise NotImplementedError("its residual stream has several lanes")
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         hidden[layer] = torch.cat([_norm_quantities(states), _similarity(states)[None]])
 
     def measure(ids: list[int]) -> np.ndarray:
+        measured: list[tuple[int, torch.Tensor]] = []
         with torch.inference_mode():
             base(
                 input_ids=torch.tensor([ids], device=base.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=base.device),
                 use_cache=False,
-                measured=attention,
+                measured=measured,
             )
+        if len(measured) > len(layers):
+            raise NotImplementedError("its layers attend more than once in a pass")
+        attention = dict(measured)
         if missing := [n for n in range(len(layers)) if n not in attention]:
             raise CheckpointError(
                 f"{type(model).__name__}: the attention of layer {missing[0]} does not go through Transformers' "

@@ -14,6 +14,7 @@ import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from conftest import VARIANTS, cli, others_slow, tiny_config, tiny_model
 from matplotlib import image
+from small_decoders import small_decoder
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from resformer import ResFormerForSequenceClassification
@@ -155,6 +156,11 @@ def test_broken_weights_are_named() -> None:
 def test_other_attention_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
         analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
+    for model_type in ("diffllama", "dory", "longcat_flash"):
+        with pytest.raises(CheckpointError, match="its layers attend more than once in a pass"):
+            analyze(small_decoder(model_type), TEXTS)
+    with pytest.raises(CheckpointError, match="its residual stream has several lanes"):
+        analyze(small_decoder("gemma3n_text"), TEXTS)
 
 
 @pytest.fixture(scope="module")
