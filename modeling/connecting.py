@@ -377,7 +377,7 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
     for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
         if type(each) is not family and isinstance(each, type(config)):
             each.__class__ = family
-            for name in (*CONNECTION_FIELDS, "base_model"):
+            for name in (*CONNECTION_FIELDS, "base_model", "model_type"):
                 vars(each).pop(name, None)
     for module in [each for each in model.modules() if isinstance(each, ConnectedModel)]:
         module.forget_connections()

@@ -237,6 +237,12 @@ def test_models_of_one_configuration_are_connected_each_for_itself() -> None:
     assert all(getattr(module, "config", one.config) is one.config for module in one.modules())
 
 
+def test_a_loaded_model_has_its_familys_type_when_it_is_disconnected(tmp_path: Path) -> None:
+    resformer.connect(small_decoder("qwen3")).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert resformer.disconnect(model).config.model_type == "qwen3"
+
+
 def test_coefficients_have_the_dtype_with_which_the_saved_model_is_loaded(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         model = resformer.connect(small_decoder("llama").to(dtype), "nanochat")
