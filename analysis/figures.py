@@ -104,7 +104,7 @@ def _figure(width: float = 6.4, height: float = 4.4, columns: int = 1) -> tuple[
 
 
 def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogFormatter, MaxNLocator
 
     title, label, logarithmic = _LINES[key]
     figure, (axes,) = _figure()
@@ -119,6 +119,9 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
             axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
     axes.set(title=title, xlabel="layer", ylabel=label, yscale="log" if logarithmic else "linear")
+    if logarithmic:  # the default writes formulas, which are off
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return Plot(key, title, figure)

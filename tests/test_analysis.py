@@ -199,6 +199,8 @@ def test_report_has_its_files(report: Written) -> None:
             (legend,) = plot.figure.legends
             labels = "\n".join(text.get_text() for text in legend.get_texts())
             assert not [analysis.name for analysis in written if analysis.name not in labels]
+            (axes,) = plot.figure.axes
+            assert not [each for each in axes.get_yticklabels(which="both") if "$" in each.get_text()]
     values = json.loads((folder / "analysis.json").read_text())
     assert values == json.loads(json.dumps(report_of(written, "resformer analyze a b")))
     assert values["checkpoints"][2]["value_mixing_matrix"][1][:2] == [None, pytest.approx(1.0, abs=1)]
