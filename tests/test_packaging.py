@@ -12,10 +12,10 @@ from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
 
+import command_server
 import pytest
 import yaml
 from checkpoints import save_checkpoint
-from command_server import python
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers.utils.import_utils import is_serve_available
@@ -70,7 +70,7 @@ def is_link(name: str) -> bool:
 
 def build(project: Path, output: Path, *what: str) -> Path:
     """Builds with the installed setuptools, so without a network, and returns what `output` then holds."""
-    python("-m", "build", "--no-isolation", *what, "--outdir", output, project, cwd=output.parent)
+    command_server.python("-m", "build", "--no-isolation", *what, "--outdir", output, project, cwd=output.parent)
     return output
 
 
@@ -212,7 +212,9 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
         text = script.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 40 * max(1, text.count("\nclass "))
         if name != "serve" or is_serve_available():
-            assert run(sys.executable, str(script), *arguments, cwd=tmp_path).strip(), name
+            code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+            done = command_server.run("-c", code, *arguments, cwd=tmp_path)
+            assert (done.returncode, bool(done.stdout.strip())) == (0, True), name + done.stderr
 
 
 def test_a_release_has_absolute_links_and_the_projects_addresses(tmp_path: Path) -> None:
