@@ -234,6 +234,9 @@ def test_a_block_without_a_label_is_left_out() -> None:
     rows = {"input_ids": [[1, 2, 3, 4]] * 9, "labels": [[-100] * 4] * 9}
     with pytest.raises(DataError, match="documents have 36 tokens, and no answer or completion to learn"):
         pack_documents({"rows": Dataset.from_dict(rows)}, byte_tokenizer(), block=8, held_out=0, held_out_blocks=1)
+    rows["labels"][3] = [-100] * 5
+    with pytest.raises(DataError, match="A row has 4 `input_ids` and 5 `labels`"):
+        pack_documents({"rows": Dataset.from_dict(rows)}, byte_tokenizer(), block=8, held_out=0, held_out_blocks=1)
 
 
 def test_an_empty_cell_is_left_out() -> None:
@@ -379,8 +382,10 @@ def test_files_whose_columns_differ_are_refused_in_a_line(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="takes the :: in its path for an archive; rename it"):
         load_documents([str(tmp_path / "a::b.txt")])
     (tmp_path / "a[1]").mkdir()
-    with pytest.raises(DataError, match="in a folder's path for a pattern; rename it, or name its files"):
-        load_documents([str(tmp_path / "a[1]")])
+    (packed := tmp_path / "a[1]" / "b.txt.gz").write_bytes(gzip.compress(b"text"))
+    for source in (packed.parent, packed):
+        with pytest.raises(DataError, match="for a pattern; rename it, or name a folder's files"):
+            load_documents([str(source)])
 
 
 def test_what_is_no_data_in_a_folder_is_not_read_and_told(tmp_path: Path) -> None:

@@ -259,6 +259,10 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
         names = [glob.escape(str(path.absolute() / file["name"])) for file in written]
         part = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         return part, [file.name for file in _visible_files(path) if file.suffix != ".parquet" and file.parent == path]
+    root = str(path.resolve())
+    if (path.is_dir() or path.suffix in _COMPRESSED) and glob.escape(root) != root:
+        told = "`datasets` takes [, * and ? in the path of a folder or of a compressed file for a pattern"
+        raise DataError(f"{source}: {told}; rename it, or name a folder's files.")
     if path.is_file():
         if (found := _builder(path)) is None:
             raise DataError(f"{source}: expected a file that ends with one of {', '.join(_BUILDERS)}.")
@@ -266,9 +270,6 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
             raise DataError(f"{source}: is empty.")
         (builder, options), files, unread = found, {"train": [str(path.absolute())]}, list[str]()
     elif path.is_dir():
-        if glob.escape(root := str(path.resolve())) != root:
-            told = "`datasets` takes [, * and ? in a folder's path for a pattern"
-            raise DataError(f"{source}: {told}; rename it, or name its files.")
         made = load_dataset_builder(root)
         builder = type(made).__module__.rpartition(".")[2]
         options = {**_CELLS, "sep": made.config.sep} if builder == "csv" else {}

@@ -357,6 +357,9 @@ def tokenise(
 def _with_labels(row: Mapping[str, Any]) -> list[int]:
     """The tokens of a row without its padding, those that are no labels as -1 - id."""
     ids = row["input_ids"]
+    for name in ("labels", *MASKS, "attention_mask"):
+        if row.get(name) is not None and len(row[name]) != len(ids):
+            raise DataError(f"A row has {len(ids)} `input_ids` and {len(row[name])} `{name}`.")
     if (labels := row.get("labels")) is not None:
         if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
             raise DataError("A row has labels that are neither its own tokens nor -100; drop the column `labels`.")
