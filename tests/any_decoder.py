@@ -335,7 +335,7 @@ def why_refused(base: PreTrainedModel, name: str) -> str:
 def verdict(base: PreTrainedModel, name: str, alone: bool = True) -> str:
     """Empty if the connection passes everything; else why it is refused. Where it raises, `base` stays connected.
 
-    What is not tried alone is tried in `SETS`, but for NeuTRENO, with which no model starts as it was.
+    What is not tried alone is tried in `SETS`; NeuTRENO is, for no model starts with it as it was.
     """
     if said := why_refused(base, name):
         return said
@@ -363,9 +363,8 @@ def assert_it_comes_and_goes(base: PreTrainedModel, names: Sequence[str]) -> Non
     logits, seen_now, *_ = facts_of(model)
     assert seen_now is seen, "a hook on a layer sees something else"
     assert torch.equal(logits, expected) != (names == ["neutreno"]), "the plain start changes logits, or NeuTRENO none"
-    for part in {
-        name.rpartition(".")[2]: None for name, added in added_modules(model).items() if [*added.parameters()]
-    }:
+    learning = [name.rpartition(".")[2] for name, each in added_modules(model).items() if [*each.parameters()]]
+    for part in dict.fromkeys(learning):
         move(model, part)
         before, logits = logits, logits_of(model)
         assert not torch.equal(logits, before), f"{part} has no effect"
@@ -442,8 +441,8 @@ def verdicts(model_type: str, alone: bool = True) -> dict[str, str]:
         if not passing:
             continue
         try:
-            if names in SETS and not alone:
-                assert_it_comes_and_goes(base, [name for name in passing if name != "neutreno"])
+            if names in SETS and not alone and (plainly := [name for name in passing if name != "neutreno"]):
+                assert_it_comes_and_goes(base, plainly)
             model = together(base, passing)
             if names in SETS:
                 assert_it_generates_and_trains(model, generates(base))
