@@ -89,11 +89,7 @@ def test_the_readmes_class_runs_in_any_dtype(dtype: Any, tmp_path: Path) -> None
         assert all(each.isfinite().all() for each in any_decoder.gradients(model).values())
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    state = model.state_dict()
-    for name, each in loaded.state_dict().items():
-        torch.testing.assert_close(each, state[name], rtol=0, atol=0)  # its dtype, too
-    if dtype != "autocast":  # products with tensors that are laid out otherwise may differ in the last bit
-        torch.testing.assert_close(any_decoder.logits_of(loaded), moved)
+    any_decoder.assert_same(loaded, model)
     assert torch.equal(*(any_decoder.tokens_of(loaded, use_cache=each) for each in (True, False)))
 
 
@@ -140,10 +136,10 @@ def test_modules_and_buffers_of_a_class_start_as_stated_and_are_loaded_as_they_w
     model.save_pretrained(tmp_path / "whole")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert all(torch.equal(each, loaded.state_dict()[name]) for name, each in model.state_dict().items())
-    assert torch.equal(any_decoder.logits_of(loaded), any_decoder.logits_of(model))
+    any_decoder.assert_same(loaded, model)
     resformer.save_connections(model, tmp_path / "alone")
     again = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), str(tmp_path / "alone"))
-    assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+    any_decoder.assert_same(again, model)
     assert resformer.inspect(tmp_path / "alone").added["layers.2.own.count"] == [1]
     resformer.retrofit(tmp_path / "plain", tmp_path / "out", kind.name, progress=False)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
