@@ -119,7 +119,7 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
             axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
     axes.set(title=title, xlabel="layer", ylabel=label, yscale="log" if logarithmic else "linear")
-    if logarithmic:  # the default writes formulas, which are off
+    if logarithmic:  # Matplotlib's own labels are formulas, and formulas are not drawn here
         axes.yaxis.set_major_formatter(LogFormatter())
         axes.yaxis.set_minor_formatter(LogFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -21,7 +21,7 @@ from resformer.hub import Snapshot
 from resformer.loading import without_weights
 from resformer.model_cards.heads import head_of
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import Shard, read_shard
+from resformer.safetensors_format import FLOATING, Shard, read_shard
 from resformer.untrusted import LARGEST_JSON, MIB, MOST_BYTES, check_folder, read_json
 
 _MOST_FILES = 1000
@@ -94,10 +94,10 @@ class Source:
                 f"{self.name}: Transformers ignores {first_names(strange)}, for which its model has no place; such "
                 "tensors stay in the files."
             )
-        low = ("F8_", "F6_", "F4")
-        if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype.startswith(low)]:
+        stored = {name: each.dtype for name, each in checkpoint.tensors.items()}
+        if quantised := [name for name, dtype in stored.items() if dtype[0] == "F" and dtype not in FLOATING]:
             raise CheckpointError(
-                f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
+                f"{self.name}: {first_names(quantised)} are of {stored[min(quantised)]}: quantised "
                 "checkpoints have to be dequantised first."
             )
         if hub is not None and temporary is not None:

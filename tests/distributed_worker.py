@@ -63,7 +63,7 @@ def run(folder: Path, kind: str) -> None:
     if kind == "accelerate":
         name = type(model).__name__
         sharder = accelerator()
-        sharder.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # those of the model before
+        sharder.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # Accelerate keeps those of the model before
         model, optimizer = sharder.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert type(model).__name__ == f"FSDP{name}"
         sharder.backward(model(ids, labels=ids).loss)
