@@ -26,6 +26,7 @@ from resformer.environment import describe_environment
 from resformer.training.data import STANDARD_HELD_OUT, is_held_out, standard_library
 from resformer.training.optimizer import is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, refuse_other, unfinished_of
+from resformer.training.packing import PackedBlocks
 from resformer.training.recipe import build_trainer, finetune_checkpoint
 from resformer.training.study.report import add_line, read_record
 
@@ -34,8 +35,9 @@ BOTH = f"{METHOD} and LoRA"
 #: 46,080 parameters of SmolLM2: of all ranks and modules the nearest to the 50,141 of METHOD.
 RANK = {"r": 2, "lora_alpha": 4, "target_modules": ["v_proj"]}
 #: Of the choice of rates, and of the runs that are reported.
-RATES, CHOOSING, SEEDS = (1e-3, 3e-3, 1e-2), (200, 61), ((0, 1), 122)
-BLOCK, BATCH = 512, (2, 4)  # sequences a pass, passes a step
+RATES, CHOOSING, SEEDS = (1e-3, 3e-3, 1e-2), (200, 24), ((0, 1), 48)
+BLOCK, BATCH = 512, (2, 2)  # sequences a pass, passes a step
+HELD_OUT = 64  # blocks, on which each run is evaluated at its end
 
 
 class Clock(TrainerCallback):
@@ -88,7 +90,8 @@ class Study:
         self.model, self.connected, self.record = model, str(output / METHOD), output / "runs.jsonl"
         self.common: dict[str, Any] = dict(zip(("batch", "accumulate"), BATCH, strict=True))
         self.common |= {"output": str(output / "run"), "data": [str(output / "train.jsonl")], "block": BLOCK}
-        self.common |= {"held_out_data": [str(output / "held_out.jsonl")], "held_out_blocks": 16, "truncate": True}
+        self.common |= {"held_out_data": [str(output / "held_out.jsonl")], "held_out_blocks": 8, "truncate": True}
+        self.common |= {"trainer": {"eval_steps": 0.25, "save_steps": 0.25}}
         plan = {"checkpoint": Path(model).name, "questions": write_questions(output), "method": METHOD, "lora": RANK}
         trainer, _ = build_trainer(FinetuneOptions(model=model, steps=1, **self.common))
         plan |= {"training_tokens": trainer.blocks.train.one_pass * BLOCK, "sha256": trainer.blocks.digest}
@@ -96,7 +99,9 @@ class Study:
         if self.record.is_file():
             return refuse_other(output, read_record(self.record)[0][0], plan, "study")
         retrofit(model, self.connected, METHOD, force=True)
-        add_line(self.record, {"study": {"command": shlex.join(["python", *sys.argv]), **plan}})
+        add_line(
+            self.record, {"study": {"command": shlex.join(["python", "benchmarks/adapters.py", *sys.argv[1:]]), **plan}}
+        )
         self._add({"arm": "checkpoint", "trained": 0, **evaluated(trainer)})
 
     def run(self, arm: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
@@ -130,9 +135,13 @@ class Study:
 
 
 def evaluated(trainer: Any) -> dict[str, Any]:
-    """The loss of the whole held-out text."""
-    loss = trainer.predict(trainer.blocks.held_out.whole, metric_key_prefix="whole").metrics["whole_loss"]
-    return {"loss": loss, "held_out_tokens": round(trainer.labels_of_evaluation)}
+    """The loss of `HELD_OUT` blocks, at an even stride over the held-out text."""
+    own = trainer.blocks.held_out
+    blocks = PackedBlocks(own.tokens, own.starts, BLOCK, most=HELD_OUT, separate=own.separate, masked=own.masked)
+    return {
+        "loss": trainer.predict(blocks).metrics["test_loss"],
+        "held_out_tokens": round(trainer.labels_of_evaluation),
+    }
 
 
 def main() -> None:
