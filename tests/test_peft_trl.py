@@ -25,6 +25,7 @@ from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenc
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connections import KINDS
 from resformer.modeling.connections.value_residual import GateProjection
+from resformer.training.chats import SupervisedTrainer
 from resformer.training.optimizer import is_connection
 from resformer.trl import FullPrecisionConnections
 
@@ -132,10 +133,37 @@ def test_connections_left_out_of_an_adapter_stay_and_gates_take_lora() -> None:
 TEXTS = ["Values of the first layer reach the last one. " * n for n in (1, 3, 2, 1, 2, 1, 3, 1)]
 
 
-def sft(folder: Path, model: PreTrainedModel, callbacks: Any = None, **options: Any) -> SFTTrainer:
+def sft(
+    folder: Path, model: PreTrainedModel, callbacks: Any = None, kind: type[SFTTrainer] = SFTTrainer, **options: Any
+) -> SFTTrainer:
     config = SFTConfig(folder, **{"max_steps": 2, "report_to": "none", "use_cpu": True, "bf16": False, **options})
     texts = Dataset.from_dict({"text": TEXTS})
-    return SFTTrainer(model, config, train_dataset=texts, processing_class=byte_tokenizer(), callbacks=callbacks)
+    return kind(model, config, train_dataset=texts, processing_class=byte_tokenizer(), callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"loss_type": "dft"}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.5}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.5, "loss_type": "dft"}),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_options_of_the_loss_are_trls(family: str, options: dict[str, Any], accumulate: int, tmp_path: Path) -> None:
+    options = {**options, "per_device_train_batch_size": 8 // accumulate, "gradient_accumulation_steps": accumulate}
+    options |= {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "logging_steps": 1, "max_steps": 3}
+    trained = []
+    for kind in (SFTTrainer, SupervisedTrainer):
+        torch.manual_seed(0)
+        trainer = sft(tmp_path, small_decoder(family, vocab_size=300), kind=kind, **options)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trained.append(({name: value.clone() for name, value in trainer.model.state_dict().items()}, losses))
+    (expected, losses), (found, own) = trained
+    assert own == pytest.approx(losses, rel=1e-5)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,9 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.table import InMemoryTable
 from jinja2 import TemplateError
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import SFTTrainer, pack_dataset
 from trl.chat_template_utils import get_training_chat_template, is_chat_template_stop_token_trained
@@ -44,12 +46,32 @@ _READ = {"role", "content", "tool_calls", "weight", *_THOUGHTS}
 
 
 class SupervisedTrainer(RecipeTrainer, SFTTrainer):
-    """TRL's `SFTTrainer` with our groups of parameters, the model's own forward, and our evaluation."""
+    """TRL's `SFTTrainer` with our groups of parameters, the model's own forward, and our evaluation.
+
+    TRL's entropy, accuracy and number of tokens, which its own head measures, are not logged.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         # TRL's own head does without logits. It raises for some families, and is no part of the loss here.
         with patch.object(sft_trainer, "add_fused_lm_head", lambda *given, **options: None):
             super().__init__(*args, **kwargs)
+        best = str(self.args.metric_for_best_model).removeprefix("eval_")
+        if best in ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss"):
+            raise ValueError(f"metric_for_best_model is {best!r}, which is not measured here; use eval_loss.")
+        if self.args.loss_type == "dft":
+            self.compute_loss_func = dynamic_fine_tuning
+        if self.args.router_aux_loss_coef is not None:  # TRL sets it in the configuration, which was read before
+            for module in self.model.modules():
+                if "router_aux_loss_coef" in vars(module):
+                    module.router_aux_loss_coef = self.args.router_aux_loss_coef
+
+
+def dynamic_fine_tuning(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Cross-entropy in which each token counts by its probability (arXiv 2508.05629), a mean over labels."""
+    targets = labels[:, 1:].to(outputs.logits.device)
+    nats = cross_entropy(outputs.logits[:, :-1].float().transpose(1, 2), targets, reduction="none")
+    count = (targets != -100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return (nats * (-nats).exp().detach()).sum() / count.clamp(min=1)
 
 
 class ChatTrainer(SupervisedTrainer):

@@ -69,12 +69,29 @@ class RecipeTrainer(ConnectionTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if self.model.training:  # the model's own forward, whatever is between this class and the stock one
-            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+            loss = loss + self._balance(outputs, whole_step=num_items_in_batch is not None)
+            return (loss, outputs) if return_outputs else loss
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
         nats, labels = losses_by_row(outputs.logits, inputs["labels"])
         self.sums.append(self.accelerator.gather_for_metrics(torch.stack([nats, labels], dim=1)).cpu().double())
         loss = nats.sum() / labels.sum().clamp(min=1)
         return (loss, outputs) if return_outputs else loss
+
+    def _balance(self, outputs: Any, *, whole_step: bool) -> torch.Tensor | float:
+        """What makes the balancing loss of experts a mean over the passes and processes of a step.
+
+        The stock Trainer adds up losses, each of which was divided by the labels of the `whole_step`; this one was not.
+        """
+        found, args = outputs if isinstance(outputs, dict) else {}, self.args
+        balance, own, dft = found.get("aux_loss"), "loss" in found, getattr(args, "loss_type", None) == "dft"
+        if balance is None or not (own or dft):
+            return 0.0
+        times = 1
+        if whole_step and args.average_tokens_across_devices:
+            times = self.accelerator.num_processes // self.get_tp_size() if args.n_gpu <= 1 else args.n_gpu
+        due = 1 / self.current_gradient_accumulation_steps if whole_step else 1.0
+        return balancing(self.model) * balance * (due - own * times)
 
     def evaluation_loop(self, *given: Any, **more: Any) -> Any:
         self.sums = []
@@ -111,6 +128,13 @@ class RecipeTrainer(ConnectionTrainer):
             super()._run_epoch(**arguments)
         else:  # resumed from the last checkpoint: the stock loop would train one step more
             self.control.should_training_stop = True
+
+
+def balancing(model: Any) -> float:
+    """By how much a model's forward weighs the balancing loss of experts."""
+    names = ("router_aux_loss_coef", "aux_loss_coef")  # the latter is JetMoE's
+    places = [*map(vars, model.modules()), vars(model.config.get_text_config())]
+    return next((place[name] for place in places for name in names if name in place), 0.0)
 
 
 def losses_by_row(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
