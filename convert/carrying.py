@@ -79,7 +79,7 @@ def check_space(needed: int, target: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed + 64 * MIB > free:
         raise OutputError(
-            f"{folder}: has {free:,} bytes free, the result takes {needed:,} and some room to spare. Give an "
+            f"{folder}: has {free:,} bytes free, the result takes {needed:,} and 64 MiB to spare. Give an "
             "output on another disk, or link whole shards of a checkpoint that is on this one: --link (link=True)."
         )
 

@@ -6,8 +6,10 @@ Such a folder has a few kilobytes, which `connect(model, folder)` adds to the mo
 import copy
 import functools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers.utils import logging
 
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.errors import CheckpointError, one_line
-from resformer.files import write_text
+from resformer.files import write_text, writing
 from resformer.model_cards import Alone, model_card
 from resformer.model_cards.heads import auto_class
 from resformer.modeling.connected import ConnectedModel, added_modules
@@ -120,8 +122,9 @@ def read_connections(
     """
     model = copy.deepcopy(meta_model(config))
     places, state = _names(model, tables=tables, alone=alone), model.state_dict()
+    known = _names(model, alone=alone)
     for tensor in (each for shard in shards if alone for each in shard.tensors):
-        expected = [*state[places[tensor.name]].shape] if tensor.name in places else None
+        expected = [*state[known[tensor.name]].shape] if tensor.name in known else None
         if [*tensor.shape] != expected:
             raise CheckpointError(f"tensor {tensor.name!r} has shape {[*tensor.shape]}, the model asks for {expected}.")
     found: dict[str, torch.Tensor] = {}
@@ -207,10 +210,7 @@ def write_connections(
     settings = {name: value for name, value in said.items() if name not in left_out} | connections_of(config)
     base = {name: value for name, value in (getattr(config, "base_model", None) or {}).items() if name != "checksums"}
     settings["base_model"] = base | {"digest": configuration_digest(config), "changed": changed}
-    folder.mkdir(parents=True, exist_ok=True)
     whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    save_file(whole, folder / CONNECTIONS, metadata={"format": "pt", "resformer": __version__})
-    write_text(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
     numbers = sum(value.numel() for value in whole.values())
     card = model_card(
         {**(report or {}), "source": base.get("name"), "revision": base.get("revision")},
@@ -219,4 +219,11 @@ def write_connections(
         source_card=source_card,
         alone=Alone(numbers, changed),
     )
-    write_text(folder / CARD, str(card))
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder) as partial:  # an earlier result stays until this one is whole
+            save_file(whole, Path(partial, CONNECTIONS), metadata={"format": "pt", "resformer": __version__})
+            write_text(Path(partial, CONFIG), json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            write_text(Path(partial, CARD), str(card))
+            for name in (CONNECTIONS, CONFIG, CARD):
+                os.replace(Path(partial, name), folder / name)

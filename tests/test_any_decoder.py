@@ -1,5 +1,6 @@
 """`connect`: connections in the decoders of other families, measured on a small model of each."""
 
+import errno
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from small_decoders import SEEING, TYPES, default_decoder, seeing_model, small_config, small_decoder
 from torch._inductor.exc import InductorError
@@ -33,7 +35,8 @@ from transformers import (
 
 import resformer
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_of
-from resformer.errors import CheckpointError
+from resformer.convert import connections
+from resformer.errors import CheckpointError, OutputError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connected import added_modules
@@ -107,6 +110,25 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"whole: has no connections\.safetensors"):
         resformer.connect(small_decoder("gemma3_text"), str(tmp_path / "whole"))
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("save_file", SafetensorError("I/O error: No space left on device")),
+        ("write_text", OSError(errno.ENOSPC, "No space left on device")),
+    ],
+)
+def test_an_earlier_result_outlives_a_full_disk(where: str, error: Exception, tmp_path: Path) -> None:
+    model = resformer.connect(small_decoder("llama"), "resformer")
+    resformer.save_connections(model, tmp_path / "saved")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    any_decoder.move(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, where, Mock(side_effect=error))
+        with pytest.raises(OutputError, match=r"saved: cannot be written: .*No space left on device"):
+            resformer.save_connections(model, tmp_path / "saved")
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
 
 
 def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card(

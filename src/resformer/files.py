@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from resformer.errors import CheckpointError, OutputError, quoted
 from resformer.names import LISTING
@@ -233,11 +234,11 @@ def replace_listed(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a system error into an `OutputError` that names `path` and the reason."""
+    """Turns an error of the disk, or of safetensors, into an `OutputError` that names `path` and the reason."""
     try:
         yield
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}.") from error
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _remove_folder(path: Path) -> None:
