@@ -76,6 +76,20 @@ def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(meth
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize("method", ["transformer", "svformer"])
+@pytest.mark.parametrize("family", [None, "qwen3"])
+def test_fewer_key_value_heads_are_the_first_ones_and_all_else_starts_equal(family: str | None, method: str) -> None:
+    shape = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=3:num_attention_heads=4:head_dim=8"
+    plain = scratch_config("transformer", f"{shape}:num_key_value_heads=4", byte_tokenizer(), 16, family)
+    torch.manual_seed(3)
+    full = AutoModelForCausalLM.from_config(plain).state_dict()
+    narrow = scratch_config(method, f"{shape}:num_key_value_heads=2", byte_tokenizer(), 16, family)
+    for name, parameter in untrained_model(narrow, 3).named_parameters():
+        if not is_connection(name):
+            assert torch.equal(parameter, full[name][: len(parameter)]), name
+            assert (parameter.shape == full[name].shape) == (name.split(".")[-2] not in ("k_proj", "v_proj")), name
+
+
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [("constant", [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2]), ("wsd", [0, 1, 2, 2, 2, 2, 2, 1.5, 1, 0.5, 0])],
@@ -434,13 +448,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     plan = json.loads(done.stdout)
     runs = [(run["method"], run["steps"], run["tokens"], run["to_do"]) for run in plan["runs"]]
     assert runs == [("transformer", 6, 768, 3), ("resformer", 6, 768, 3)]
-    by_size = json.loads(compare("planned", "--sizes", SHAPE, *TEXT, "--dry-run", "--json").stdout)["runs"]
+    sizes = ["--methods", f"resformer,{GQA},transformer:intermediate_size=512", "--sizes", SHAPE, *TEXT]
+    by_size = json.loads(compare("planned", *sizes, "--dry-run", "--json").stdout)["runs"]
     assert len({(run["steps"], run["batch"], run["learning_rate"]) for run in by_size}) == 1
     assert by_size[0]["tokens"] == pytest.approx(20 * by_size[0]["parameters"], rel=0.05)
-    of_steps = json.loads(compare("planned", "--sizes", SHAPE, *TEXT, "--steps", 3, "--dry-run", "--json").stdout)[
-        "runs"
-    ]
-    assert {run["steps"] for run in of_steps} == {3}
+    of_steps = json.loads(compare("planned", *sizes, "--steps", 3, "--dry-run", "--json").stdout)["runs"]
+    assert {(run["steps"], run["batch"], run["learning_rate"]) for run in of_steps} == {
+        (3, of_steps[0]["batch"], of_steps[0]["learning_rate"])
+    }
     assert of_steps[0]["batch"] < by_size[0]["batch"]  # as the tokens of three steps ask for
     assert "runs to do: 1, of " in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) == before

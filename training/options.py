@@ -234,6 +234,7 @@ class ScheduleOptions(_Checked):
         super().__post_init__()
         # Those of a method are what its text says, perhaps no number.
         self._expect("more than 0", lambda rate: isinstance(rate, (int, float)) and 0 < rate < math.inf, *RATES)
+        self._expect("0 or more", lambda decay: 0 <= decay < math.inf, "weight_decay")
         if self.schedule == "wsd" and 1 > self.warmup > 1 - self.decay:
             raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 

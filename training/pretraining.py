@@ -87,7 +87,9 @@ def pretrain(
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan; reads data for a tokenizer alone. How fast it is, the log says after ten steps."""
     options, config, _ = _begun(options)
-    return pretrain_plan(options, config)
+    plan = pretrain_plan(options, config)
+    schedule_arguments(options, plan.steps)  # raises for one that does not fit
+    return plan
 
 
 def _devices() -> int:

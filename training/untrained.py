@@ -4,6 +4,7 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
+import copy
 import inspect
 import json
 import math
@@ -21,7 +22,7 @@ from resformer.configuration.methods import connections_of
 from resformer.convert.connected_families import with_connections
 from resformer.convert.connections import meta_model
 from resformer.errors import did_you_mean
-from resformer.files import check_target, replacing
+from resformer.files import check_target, replacing, writing
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.families import language_model_class
@@ -200,7 +201,8 @@ def scratch_config(
     if shape["vocab_size"] < len(tokenizer):
         raise ValueError(f"vocab_size is {shape['vocab_size']:,}, but the tokenizer has {len(tokenizer):,} tokens.")
     if backbone is None or not backbone.endswith(".json"):
-        width = shape.get("hidden_size", known.hidden_size)
+        if not isinstance(width := shape.get("hidden_size", known.hidden_size), int):
+            raise ValueError(f"hidden_size is {width!r}; expected a whole number.")
         deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
         shape = {"initializer_range": deviation, **shape}
     if backbone is None:
@@ -229,6 +231,8 @@ def schedule_arguments(options: ScheduleOptions, steps: int) -> dict[str, Any]:
     A cosine falls to a tenth of the rate, "wsd" to 0 in the last steps (arXiv 2405.18392).
     """
     interval, warmup = math.ceil(steps / options.evaluations), options.warmup
+    if warmup > steps:
+        raise ValueError(f"warmup is {warmup:g} steps, and the run has {steps:,}: its rate would not be reached.")
     scheduler, kwargs = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
         "constant": ("constant_with_warmup", {}),
@@ -274,7 +278,8 @@ def write_untrained(
     options: NewOptions, config: Any, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
 ) -> None:
     """Writes what `untrained` has made."""
-    with replacing(Path(options.output), made_by="new", force=options.force) as folder:
+    output = Path(options.output)
+    with replacing(output, made_by="new", force=options.force) as folder, writing(output):
         if weights:
             untrained_model(config, options.seed).save_pretrained(folder)
         else:
@@ -287,10 +292,14 @@ def write_untrained(
 def untrained_model(config: Any, seed: int) -> PreTrainedModel:
     """A model with random weights, its connections at their from-scratch start.
 
-    Tensors that the plain decoder also has start equal for all methods; a narrower one takes the leading part.
+    Tensors that the plain decoder also has start equal for all methods, and whatever the number of key/value heads: a
+    narrower tensor takes the leading part of that with as many as there are heads.
     """
     torch.manual_seed(seed)
-    plain = with_connections(config) if isinstance(config, ConnectionFields) else config
+    plain = with_connections(config) if isinstance(config, ConnectionFields) else copy.deepcopy(config)
+    decoder = plain.get_text_config()
+    if isinstance(getattr(decoder, "num_key_value_heads", None), int):
+        decoder.num_key_value_heads = decoder.num_attention_heads
     weights = language_model_class(plain).from_config(plain).state_dict()
     model: PreTrainedModel = language_model_class(config).from_config(config)
     with torch.no_grad():

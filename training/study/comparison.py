@@ -222,25 +222,25 @@ def _common(options: StudyOptions, kind: type) -> dict[str, Any]:
 def _from_scratch(
     options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path
 ) -> Iterator[_Run]:
+    common = {**_common(options, PretrainOptions), "keep_optimizer": False}
+    common["batch_tokens"] = None if options.batch is None else options.batch * options.block
     for size in options.sizes or ("tiny",):
+        plain = scratch_config("transformer", size, tokenizer, options.block, options.backbone)
+        given = PretrainOptions(**{**common, "size": size})
+        of_size, sequences = pretrain_plan(given, plain), 0
+        while options.steps is not None and sequences != of_size.sequences:  # the batch that suits these steps
+            sequences = of_size.sequences
+            of_size = pretrain_plan(replace(given, tokens=options.steps * sequences * options.block), plain)
         for text, (method, values, own) in methods.items():
             config = scratch_config(method, size, tokenizer, options.block, options.backbone, **values)
-            given = PretrainOptions(
-                **_common(options, PretrainOptions)
-                | {"size": size, "method": method, "fields": values, "keep_optimizer": False},
-                batch_tokens=None if options.batch is None else options.batch * options.block,
-            )
-            plan, sequences = pretrain_plan(given, config), 0  # of the size: the same for all methods
-            while options.steps is not None and sequences != plan.sequences:  # the batch that suits these steps
-                sequences = plan.sequences
-                plan = pretrain_plan(replace(given, tokens=options.steps * sequences * options.block), config)
-            tokens = own.get("steps", plan.steps) * plan.sequences * options.block
-            rates = {"learning_rate": plan.learning_rate, **{name: x for name, x in own.items() if name != "steps"}}
-            given = replace(given, tokens=tokens, batch_tokens=plan.sequences * options.block, **rates)
-            plan = pretrain_plan(given, config)
-            given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
+            step, own = of_size.sequences * options.block, {"steps": of_size.steps, **own}
+            budget = {"tokens": own.pop("steps") * step, "batch_tokens": step, "learning_rate": of_size.learning_rate}
+            run = replace(given, method=method, fields=values, **{**budget, **own})
+            plan = pretrain_plan(run, config)
+            schedule_arguments(run, plan.steps)  # raises for one that does not fit
+            run = replace(run, connection_learning_rate=plan.rates[COEFFICIENTS])
             facts = {"steps": plan.steps, "batch": plan.sequences, "training_flops": plan.flops, "rates": plan.rates}
-            yield _Run({"size": size, "method": text, **facts, **_costs(config)}, given)
+            yield _Run({"size": size, "method": text, **facts, **_costs(config)}, run)
 
 
 def _continued(
@@ -343,6 +343,8 @@ def _read_method(text: str, options: StudyOptions) -> tuple[str, dict[str, Any],
     """The name of a method, the fields of its configuration, and the settings of its training."""
     name, values = with_fields(text, METHODS, "method", {*known_fields(options.backbone), *OF_A_METHOD})
     own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
+    if not (isinstance(steps := own.get("steps", 1), int) and steps > 0):
+        raise ValueError(f"{text}: steps is {steps}; expected a whole number of more than 0.")
     if options.start and (given := [key for key in KIND_RATES if key in own or getattr(options, key)]):
         raise ValueError(f"{given[0]} is of runs from scratch; with --from, give connection_learning_rate.")
     return name, values, own
