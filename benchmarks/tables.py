@@ -322,11 +322,17 @@ def served(name: str) -> str:
         cells = []
         for mode, count in zip(modes, counts, strict=True):
             largest = [row["largest"] for row in measured if row["family"] in families and row["mode"] == mode]
-            cells.append(f"{count} method{'s' * (count > 1)}, {max(largest):.0e}" if count else "")
+            cells.append(f"{count} method{'s' * (count > 1)}, {rounded_up(max(largest)):.0e}" if count else "")
         rows.append([", ".join(families), *cells, names])
     equal, of = (sum(row[each] for row in measured) for each in ("equal", "of"))
     titles = "families | eager: log probabilities within | compiled | two ranks | refused"
     return f"{table(titles, rows)}\n\n{equal:,} of {of:,} tokens are equal. {_made_by(name)}"
+
+
+def rounded_up(value: float) -> float:
+    """To one digit, so that nothing lies above it."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return math.ceil(value / unit) * unit
 
 
 def engines(name: str) -> str:

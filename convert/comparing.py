@@ -17,7 +17,8 @@ from resformer.convert.logits import LogitsComparison, compare_logits, too_large
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer_of
-from resformer.errors import CheckpointError, one_line
+from resformer.environment import usable_device
+from resformer.errors import CheckpointError
 from resformer.files import AsDict
 from resformer.model_cards.heads import head_of
 from resformer.modeling.any_decoder import text_config
@@ -96,10 +97,8 @@ def verify(
         raise ValueError(f"tokens={tokens}: expected 16 or more.")
     if verify in ("headers", "hashes") and (text is not None or device is not None):
         raise ValueError(f"verify={verify!r} runs no model: leave out --text and --device.")
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
+    if device is not None:
+        usable_device(device)
     sources = [open_source(each, commit, heads=True) for each, commit in ((one, revision), (other, other_revision))]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     a, b = (  # name -> (file, tensor) of all that the model has a place for

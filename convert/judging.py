@@ -102,7 +102,9 @@ def build(folder: Path, name: object) -> Built:
     model, loading = load(folder, name, device_map={"": "meta"}, ignore_mismatched_sizes=True)
     tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in model.state_dict().items()}
     settings = model.generation_config.to_dict() if model.can_generate() else {}
-    tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
+    tied = model.all_tied_weights_keys if getattr(model.config, "tie_word_embeddings", False) else {}
+    # Where a file holds both ends, only weights that are read are tied.
+    twice = [each for name, each in model.named_parameters() if each is not model.get_parameter(tied.get(name, name))]
     unused = frozenset(map(str, getattr(model.config, UNUSED, None) or ()))  # which our models ignore
     return Built(
         config=model.config,
@@ -111,7 +113,7 @@ def build(folder: Path, name: object) -> Built:
         tied=frozenset(tied),
         generation={key: value for key, value in settings.items() if key != "transformers_version" and key[0] != "_"},
         ignored=frozenset(map(str, loading.get("unexpected_keys") or ())) | unused,
-        parameters=model.num_parameters(),
+        parameters=model.num_parameters() - sum(each.numel() for each in twice),
         memory=model.get_memory_footprint(),
     )
 

@@ -139,11 +139,15 @@ def model_card(
     carried = well_formed(source_card or report.get("source_card") or {})
     licence: dict[str, Any] = {name: carried.get(name) for name in ("license", "license_name", "license_link")}
     about = about_of(fields)
-    papers = _papers(method, about)
     family = None if isinstance(config, ResFormerConfig) else config.model_type.removeprefix(PREFIX)
+    papers = [] if family and not fields else _papers(method, about)  # a plain model of another family has its own
     loads = auto_class(config).__name__
     head = HEADS[loads]
-    tags = ["resformer", *([method] if method else []), *(tag for each in about.values() for tag in each.tags.split())]
+    tags = [
+        "resformer",
+        *([method] if method and fields else []),
+        *(tag for each in about.values() for tag in each.tags.split()),
+    ]
     card_data = ModelCardData(
         library_name="resformer" if alone else "transformers",
         pipeline_tag=head["task"],
@@ -160,7 +164,7 @@ def model_card(
         changed = ["its files"] if changed is None else changed
         values["logits"] = _logits(report)
         values["sampled"] = sorted(name for name, file in report["files"].items() if file.get("sha256") is None)
-    dtype = report.get("dtype", "bfloat16")
+    dtype = report.get("dtype") or str(config.dtype or torch.float32).removeprefix("torch.")
     cache = None
     if family is None:
         size, full = cache_bytes_per_token(config, dtype), cache_bytes_by_method(config, dtype)["transformer"]

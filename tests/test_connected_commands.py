@@ -11,11 +11,13 @@ import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes, stored
 from conftest import cli, others_slow
 from hub_server import Commands
+from safetensors.torch import load_file
 from small_decoders import small_config
 from transformers import AutoModelForCausalLM
 
 import resformer
 from resformer import inspect, retrofit, verify
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.training.optimizer import is_connection
 
 #: The first sees images, too, and has other names of tensors on the disk than in the model.
@@ -100,6 +102,19 @@ def test_connections_alone_are_pushed_and_added_from_the_hub(folder: Path, comma
     with torch.no_grad():
         connected = resformer.connect(plain, "you/connections")(input_ids=IDS).logits
     assert torch.equal(connected, logits_of(folder / "moved"))
+
+
+@pytest.mark.parametrize("method", ["resformer", "value-embeddings", "nanochat"])
+def test_connections_alone_are_counted_with_their_tables(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "base")
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), method)
+    resformer.save_connections(model, tmp_path / "alone")
+    inspected = resformer.inspect(tmp_path / "alone")
+    stored = load_file(tmp_path / "alone" / "connections.safetensors")
+    assert inspected.parameters == sum(tensor.numel() for tensor in stored.values())
+    cache = f"| key/value cache a token, in float32 | {inspected.cache_bytes_per_token:,} bytes, 100.0 %"
+    assert cache in (tmp_path / "alone" / "README.md").read_text()
+    assert cache in str(checkpoint_card(tmp_path / "alone").card)
 
 
 def test_training_measuring_and_comparing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

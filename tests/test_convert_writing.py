@@ -373,6 +373,7 @@ def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: P
     save_file(tensors, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
     assert verify(tmp_path / "one", tmp_path / "two").same
     assert verify(tmp_path / "two", tmp_path / "one", verify="hashes").same
+    assert {inspect(tmp_path / name).parameters for name in ("one", "two")} == {model.num_parameters()}
 
 
 @pytest.mark.parametrize(

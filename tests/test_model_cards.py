@@ -15,9 +15,9 @@ from huggingface_hub import ModelCard
 from jinja2 import UndefinedError
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from resformer import METHODS, ResFormerConfig, retrofit, revert
+from resformer import METHODS, ResFormerConfig, connected_config, retrofit, revert
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import Metric, carried_metadata, harness_metrics, is_as_made, metrics_of, model_card
@@ -83,6 +83,8 @@ def cards(checkpoints: Path) -> dict[str, str]:
             {"parameters": 4321, "from_scratch": True}, "you/new", config=config, metrics=[METRIC]
         ),
     }
+    plain = connected_config(AutoConfig.for_model("qwen3", **TINY), "transformer")
+    made["plain"] = model_card({"parameters": 4321, "from_scratch": True}, "you/plain", config=plain)
     for name in ("kitchen-sink", "depth-sink"):
         made[name] = model_card({}, "you/new", config=ResFormerConfig(**TINY, **sink(name)))
     return {name: str(card) for name, card in made.items()}

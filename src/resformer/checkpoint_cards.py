@@ -88,8 +88,8 @@ def checkpoint_card(
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
-    if repository is not None:
-        validate_repo_id(repository)
+    for name in filter(lambda each: each is not None, (repository, base_model)):
+        validate_repo_id(name)
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
     training, results = _read_results(
@@ -127,10 +127,7 @@ def checkpoint_card(
     else:
         fetched = opened.fetch()
         shards = [*fetched.checkpoint.shards]
-        facts = {
-            "parameters": sum(tensor.elements for tensor in fetched.checkpoint.tensors.values()),
-            "dtype": str(fetched.built.dtype).removeprefix("torch."),
-        }
+        facts = {"parameters": fetched.built.parameters, "dtype": str(fetched.built.dtype).removeprefix("torch.")}
         arguments["bundle"] = "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file()
         arguments["tokenizer"] = bool(fetched.checkpoint.tokenizer_files)
     if record is not None and not training:
@@ -152,6 +149,9 @@ def checkpoint_card(
 def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
     """(the description of a training, from one of the `metrics`; the results of all files)."""
     contents = {path: read_json(path, MOST_BYTES) for path in metrics}
+    for path, values in contents.items():
+        if not {"runs", "metrics"} & values.keys():
+            raise CheckpointError(f"{path}: has neither `runs`, of a training, nor `metrics`, a list of results.")
     try:
         results = [metric for path, values in contents.items() for metric in metrics_of(values, str(path))]
         results += [

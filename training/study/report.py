@@ -147,7 +147,7 @@ def _notes(
         )
     for size, rows in sizes.items():
         if diverged := [row["method"] for row in rows if row["loss"] is None]:
-            notes.append(f"{size}: no differences, since a run diverged: {', '.join(diverged)}.")
+            notes.append(f"{size}: no loss, since a run diverged: {', '.join(diverged)}.")
     rates = {(run["size"], *map(run.get, ("learning_rate", *KIND_RATES))) for run in runs}
     own = {(run["size"], rate) for run in runs if (rate := run["connection_learning_rate"]) is not None}
     highest = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
