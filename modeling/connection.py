@@ -421,8 +421,8 @@ def _add_kind(kind: type[Connection]) -> None:
             raise TypeError(f"{kind.__qualname__}.name is {name!r}, which is taken by this package: choose another.")
         if renamed := changed_by_loading(name):
             raise TypeError(
-                f"{kind.__qualname__}.name is {name!r}, which loading a {renamed} changes: choose a name that is no "
-                "part of its weights' names."
+                f"{kind.__qualname__}.name is {name!r}, which loading a {renamed} changes: choose a name that is not, "
+                "and does not end like, a part of its weights' names."
             )
         if not kind.places and kind.between.__func__ is Connection.between.__func__:  # type: ignore[attr-defined]
             raise TypeError(f"{kind.__qualname__}.place is not set: expected one of {', '.join(PLACES)}.")

@@ -38,8 +38,11 @@ def plot(report: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
                 f"{base['parameters']:,} parameters, {seeds} seed{'s' * (seeds > 1)}; below 0 is better"
             )
             left, right = part.subplots(1, 2, width_ratios=(3, 2))
-            _draw_differences(left, [run for run in runs if run["size"] == size], baseline, colours)
-            _draw_final(right, [row for row in rows if row["difference"] is not None], colours)
+            ended = [row for row in rows if row["difference"] is not None]  # the others' colours have no label
+            named = {baseline, *(row["method"] for row in ended)}
+            shown = [run for run in runs if run["size"] == size and run["method"] in named]
+            _draw_differences(left, shown, baseline, colours)
+            _draw_final(right, ended, colours)
             for axes in (left, right):
                 axes.grid(alpha=0.3)
         figure.savefig(path, format="png", dpi=180)
