@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.errors import CheckpointError, one_line
-from resformer.files import write_text, writing
+from resformer.files import writing
 from resformer.model_cards import Alone, model_card
 from resformer.model_cards.heads import auto_class
 from resformer.modeling.connected import ConnectedModel, added_modules
@@ -223,7 +223,7 @@ def write_connections(
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".", dir=folder) as partial:  # an earlier result stays until this one is whole
             save_file(whole, Path(partial, CONNECTIONS), metadata={"format": "pt", "resformer": __version__})
-            write_text(Path(partial, CONFIG), json.dumps(settings, indent=2, sort_keys=True) + "\n")
-            write_text(Path(partial, CARD), str(card))
+            Path(partial, CONFIG).write_bytes(f"{json.dumps(settings, indent=2, sort_keys=True)}\n".encode())
+            Path(partial, CARD).write_bytes(str(card).encode())
             for name in (CONNECTIONS, CONFIG, CARD):
                 os.replace(Path(partial, name), folder / name)

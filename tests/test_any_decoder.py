@@ -35,7 +35,6 @@ from transformers import (
 
 import resformer
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_of
-from resformer.convert import connections
 from resformer.errors import CheckpointError, OutputError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
@@ -115,8 +114,8 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("save_file", SafetensorError("I/O error: No space left on device")),
-        ("write_text", OSError(errno.ENOSPC, "No space left on device")),
+        ("resformer.convert.connections.save_file", SafetensorError("I/O error: No space left on device")),
+        ("pathlib.Path.write_bytes", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
 def test_an_earlier_result_outlives_a_full_disk(where: str, error: Exception, tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_an_earlier_result_outlives_a_full_disk(where: str, error: Exception, tm
     before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
     any_decoder.move(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, where, Mock(side_effect=error))
+        patch.setattr(where, Mock(side_effect=error))
         with pytest.raises(OutputError, match=r"saved: cannot be written: .*No space left on device"):
             resformer.save_connections(model, tmp_path / "saved")
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import others_slow, training_arguments
 from small_decoders import small_decoder
+from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 import resformer
@@ -28,6 +29,7 @@ from resformer.training.optimizer import (
 from resformer.training.options import PretrainOptions
 from resformer.training.pretraining import plan_pretraining
 from resformer.training.tokenizers import make_tokenizer
+from resformer.training.trainer import balancing
 from resformer.training.untrained import known_fields, scratch_config, why_not_trained
 
 _OF_THE_FILE = ("transformers_version", "architectures", "_name_or_path", "dtype")
@@ -147,3 +149,23 @@ def test_a_family_is_grouped_and_takes_a_step(family: str, tmp_path: Path) -> No
     model.load_state_dict(before, strict=False)
     trainer._load_from_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(each, trained[name]) for name, each in model.state_dict().items())
+
+
+#: Families that weigh a balancing loss of experts; the two that have the field and no such loss are left out.
+WEIGHED = [
+    family
+    for family in MEASURED
+    if {"router_aux_loss_coef", "aux_loss_coef"} & {*CONFIG_MAPPING[family].__annotations__}
+    and family not in ("doge", "llama4_text")
+]
+
+
+@pytest.mark.parametrize("family", others_slow(WEIGHED, ["jetmoe"]))
+def test_what_the_balancing_loss_weighs_is_found(family: str) -> None:
+    model = small_decoder(family).eval()
+    text_config(model.config).output_router_logits = True
+    ids = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=ids, use_cache=False)
+    expected = cross_entropy(outputs.logits[0, :-1], ids[0, 1:]) + balancing(model) * outputs.aux_loss
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -88,8 +88,9 @@ def checkpoint_card(
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
-    for name in filter(lambda each: each is not None, (repository, base_model)):
-        validate_repo_id(name)
+    for given in (repository, base_model):
+        if given is not None:
+            validate_repo_id(given)
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
     training, results = _read_results(
