@@ -2,8 +2,8 @@
 
     python benchmarks/adapters.py adapters
 
-Each finished run is a line of OUTPUT/runs.jsonl, and is not trained again; one that was stopped goes on from its last
-checkpoint. The default model is the demo's, SmolLM2-135M-Instruct.
+Each finished run is a line of OUTPUT/runs.jsonl, and is not trained again, also where the file comes from another
+machine; one that was stopped goes on from its last checkpoint. The default model is the demo's, SmolLM2-135M-Instruct.
 """
 
 import argparse
@@ -96,9 +96,10 @@ class Study:
         trainer, _ = build_trainer(FinetuneOptions(model=model, steps=1, **self.common))
         plan |= {"training_tokens": trainer.blocks.train.one_pass * BLOCK, "sha256": trainer.blocks.digest}
         plan |= {"block": BLOCK, "batch": BATCH[0] * BATCH[1], "bf16": trainer.args.bf16}
+        if not Path(self.connected).is_dir():  # as where the record comes from another machine
+            retrofit(model, self.connected, METHOD)
         if self.record.is_file():
             return refuse_other(output, read_record(self.record)[0][0], plan, "study")
-        retrofit(model, self.connected, METHOD, force=True)
         add_line(
             self.record, {"study": {"command": shlex.join(["python", "benchmarks/adapters.py", *sys.argv[1:]]), **plan}}
         )
