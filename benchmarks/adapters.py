@@ -100,9 +100,8 @@ class Study:
             retrofit(model, self.connected, METHOD)
         if self.record.is_file():
             return refuse_other(output, read_record(self.record)[0][0], plan, "study")
-        add_line(
-            self.record, {"study": {"command": shlex.join(["python", "benchmarks/adapters.py", *sys.argv[1:]]), **plan}}
-        )
+        command = shlex.join(["python", "benchmarks/adapters.py", *sys.argv[1:]])
+        add_line(self.record, {"study": {"command": command, **plan}})
         self._add({"arm": "checkpoint", "trained": 0, **evaluated(trainer)})
 
     def run(self, arm: str, rate: float, seed: int, steps: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def read_connections(
     """
     model = copy.deepcopy(meta_model(config))
     places, state = _names(model, tables=tables, alone=alone), model.state_dict()
-    known = _names(model, alone=alone)
+    known = _names(model, alone=True) if alone else {}
     for tensor in (each for shard in shards if alone for each in shard.tensors):
         expected = [*state[known[tensor.name]].shape] if tensor.name in known else None
         if [*tensor.shape] != expected:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from resformer.errors import CheckpointError, OutputError, one_line
 from resformer.files import json_value, replace_text
+from resformer.modeling.any_decoder import text_config
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.packing import PackedBlocks, bytes_per_token
 from resformer.training.report import perplexity
@@ -133,7 +135,7 @@ class RecipeTrainer(ConnectionTrainer):
 def balancing(model: Any) -> float:
     """By how much a model's forward weighs the balancing loss of experts."""
     names = ("router_aux_loss_coef", "aux_loss_coef")  # the latter is JetMoE's
-    places = [*map(vars, model.modules()), vars(model.config.get_text_config())]
+    places = chain(map(vars, model.modules()), [vars(text_config(model.config))])
     return next((place[name] for place in places for name in names if name in place), 0.0)
 
 

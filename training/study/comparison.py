@@ -222,20 +222,20 @@ def _common(options: StudyOptions, kind: type) -> dict[str, Any]:
 def _from_scratch(
     options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path
 ) -> Iterator[_Run]:
-    common = {**_common(options, PretrainOptions), "keep_optimizer": False}
-    common["batch_tokens"] = None if options.batch is None else options.batch * options.block
+    common = _common(options, PretrainOptions)
+    batch_tokens = None if options.batch is None else options.batch * options.block
     for size in options.sizes or ("tiny",):
         plain = scratch_config("transformer", size, tokenizer, options.block, options.backbone)
-        given = PretrainOptions(**{**common, "size": size})
+        given = PretrainOptions(**common, size=size, batch_tokens=batch_tokens, keep_optimizer=False)
         of_size, sequences = pretrain_plan(given, plain), 0
         while options.steps is not None and sequences != of_size.sequences:  # the batch that suits these steps
             sequences = of_size.sequences
             of_size = pretrain_plan(replace(given, tokens=options.steps * sequences * options.block), plain)
         for text, (method, values, own) in methods.items():
             config = scratch_config(method, size, tokenizer, options.block, options.backbone, **values)
-            step, own = of_size.sequences * options.block, {"steps": of_size.steps, **own}
-            budget = {"tokens": own.pop("steps") * step, "batch_tokens": step, "learning_rate": of_size.learning_rate}
-            run = replace(given, method=method, fields=values, **{**budget, **own})
+            step, steps = of_size.sequences * options.block, own.get("steps", of_size.steps)
+            rates = {"learning_rate": of_size.learning_rate, **{name: x for name, x in own.items() if name != "steps"}}
+            run = replace(given, method=method, fields=values, tokens=steps * step, batch_tokens=step, **rates)
             plan = pretrain_plan(run, config)
             schedule_arguments(run, plan.steps)  # raises for one that does not fit
             run = replace(run, connection_learning_rate=plan.rates[COEFFICIENTS])
