@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKER
 # The rest of generation is as that Transformers has it: crops of windows, prompt lookup, quantized caches.
 FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py tests/test_modeling_generation.py \
 	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous or smear or alone)"
-FAMILIES ?= gemma3 or qwen3_ or llama or gpt_ or deepseek_v
+FAMILIES ?= gemma3_text or qwen3_moe or llama or gpt_oss or deepseek_v3
 # Without compiling all that it installs, most of which is never imported; what is imported is compiled then.
 PIP := python -m pip install --disable-pip-version-check --quiet --no-compile
 INSTALL := $(BIN)/$(PIP) --constraint constraints.txt
