@@ -103,22 +103,19 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any], count: s
             f"{few} in mode 'learnable_plus' all layers compete for V_0, so that the first ones are no model by "
             "themselves. Load all layers, or choose another mode (`value_residual`), which starts anew."
         )
-    if config.get("backout") and "backout" not in overrides:
-        raise ValueError(
-            f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
-            "themselves. Load all layers, or give `backout=False`."
-        )
-    if config.get("attnres") and "attnres" not in overrides:
-        raise ValueError(
-            f"{few} with `attnres` the final norm reads a softmax over all layers, so that the first ones are no model "
-            "by themselves. Load all layers, or give `attnres=False`."
-        )
-    if config.get("mudd") and config.get("mudd_channels") != "r" and "mudd" not in overrides:
-        raise ValueError(
-            f"{few} `mudd` has other channels after the last layer than after others, so that the first ones are no "
-            "model by themselves. Load all layers, or give `mudd=False`."
-        )
-    if config.get("delta_attention_residuals") and "delta_attention_residual_blocks" not in overrides:
+    of_all = {
+        "backout": "`backout` takes the middle of all layers out of the last",
+        "attnres": "with `attnres` the final norm reads a softmax over all layers",
+        "mudd": "`mudd` has other channels after the last layer than after others",
+    }
+    for name, why in of_all.items():
+        if config.get(name) and name not in overrides and (name != "mudd" or config.get("mudd_channels") != "r"):
+            raise ValueError(
+                f"{few} {why}, so that the first ones are no model by themselves. Load all layers, or give "
+                f"`{name}=False`."
+            )
+    delta = overrides.get("delta_attention_residuals", config.get("delta_attention_residuals"))
+    if delta and "delta_attention_residual_blocks" not in overrides:
         blocks = config.get("delta_attention_residual_blocks", 8)
         starts = [start for start in block_starts(before, blocks) if start < layers]
         if starts != block_starts(layers, len(starts)):

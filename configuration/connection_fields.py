@@ -711,14 +711,9 @@ def check_connections(config: Any) -> None:
             f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
             f"{config.value_sources}. Share keys alone (`key_sources`), or choose another mode."
         )
-    for name, blocks in (
-        (
-            "delta_attention_residual_blocks",
-            config.delta_attention_residuals and config.delta_attention_residual_blocks,
-        ),
-        ("attnres_blocks", config.attnres and config.attnres_blocks),
-    ):
-        if blocks and blocks > config.num_hidden_layers:
+    delta = "delta_attention_residual_blocks", config.delta_attention_residuals
+    for name, is_on in (delta, ("attnres_blocks", config.attnres)):
+        if is_on and (blocks := getattr(config, name)) and blocks > config.num_hidden_layers:
             raise ValueError(
                 f"`{name}` is {blocks}: expected 1 to {config.num_hidden_layers} (`num_hidden_layers`), a block has a "
                 "layer at least."

@@ -191,9 +191,9 @@ def connections_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != CONNECTION_FIELDS[name]}
 
 
-def without_connections(config: Any, **fields: Any) -> Any:
-    """The same configuration, with `fields` in the place of its connections."""
+def without_connections(config: Any) -> Any:
+    """A copy of the configuration that has no connections."""
     changed = copy.deepcopy(config)
     for name, default in CONNECTION_FIELDS.items():
-        setattr(changed, name, fields.get(name, default))
+        setattr(changed, name, default)
     return changed

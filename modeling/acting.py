@@ -14,7 +14,7 @@ layers again, passes that are alive at once, threads and compilers see what belo
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,6 +27,11 @@ from resformer.modeling.any_decoder import LayerPlaces, ValueProjection
 from resformer.modeling.connection import KINDS, PLACES, TOKENS, BetweenLayers, Crossing, Reads
 from resformer.modeling.connections.sharing import SharedCache
 from resformer.modeling.versions import CACHE
+
+
+def _versions(tensors: Iterable[Any]) -> list[int]:
+    """How often each was changed in place."""
+    return [each._version for each in tensors if isinstance(each, torch.Tensor) and not each.is_inference()]
 
 
 class Places:
@@ -48,6 +53,7 @@ class Places:
             )
         self.tensors: dict[str, Any] = {"attention_norm": layer.attention_norm}
         self.given: dict[str, torch.Tensor] = {}  # by connections before, for places to come
+        self.makers: dict[str, str] = {}  # of tensors that connections return beside that of their place
         self.before_attention: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
 
     def begin_attention(self) -> None:
@@ -72,17 +78,34 @@ class Places:
                 elif each in self.earlier:
                     arguments[each] = self.earlier[each]
                 elif each in required:
-                    raise ValueError(f"`{name}` takes {each!r} at {place}, which layer {self.layer.number} lacks.")
-            made: Any = self.layer._modules[name](tensor, **arguments)
-            if isinstance(made, tuple):
+                    raise ValueError(
+                        f"`{name}` takes {each!r} at {place}, which layer {self.layer.number} lacks."
+                        f"{did_you_mean(each, [*self.tensors, *self.earlier])}"
+                    )
+            module: Any = self.layer._modules[name]
+            before = None if self.is_compiled or module.fields_of else _versions((tensor, *arguments.values()))
+            made: Any = module(tensor, **arguments)
+            if before and before != _versions((tensor, *arguments.values())):
+                raise ValueError(
+                    f"`{name}` changes a tensor in place at {place}, which others read as it was: return a new one, "
+                    "`x = x + ...` for `x += ...`."
+                )
+            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):
                 made, others = made
                 for each, other in others.items():
+                    if self.makers.setdefault(each, name) != name:
+                        raise ValueError(
+                            f"`{self.makers[each]}` and `{name}` both return {each!r} in layer {self.layer.number}: "
+                            "give one of them another name."
+                        )
                     (self.given if each in PLACES else self.tensors)[each] = other
             if not isinstance(made, torch.Tensor) or made.shape != tensor.shape:
-                got = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
+                got = (
+                    f"a tensor of shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+                )
                 raise ValueError(
                     f"`{name}` returns {got} at {place}: its `forward` returns the tensor of shape "
-                    f"{tuple(tensor.shape)} that it gets, changed."
+                    f"{tuple(tensor.shape)} that it gets, changed, alone or as `(tensor, {{name: another}})`."
                 )
             tensor = made if made.dtype == tensor.dtype else made.to(tensor.dtype)  # its parameters may have another
         self.tensors[place] = tensor
@@ -372,7 +395,8 @@ def run_layer(
     for name in (*layer.expected, *places.given):
         if name not in places.tensors:
             why = "its connections cannot act" if name in PLACES else "it is no place, and no connection returns it"
-            raise ValueError(f"Layer {layer.number} has not used its {name}: {why}.{did_you_mean(name, PLACES)}")
+            meant = "" if name in PLACES else did_you_mean(name, PLACES)
+            raise ValueError(f"Layer {layer.number} has not used its {name}: {why}.{meant}")
     return output, {name: places.tensors[name] for name in layer.returned} if layer.returned else {}
 
 
@@ -661,7 +685,10 @@ class Passes:
 
 
 def keep_packed_sequences_apart(kwargs: dict[str, Any]) -> None:
-    """Makes no cache of packed sequences: Transformers sees by their positions where they begin, without one alone."""
+    """Makes no cache of packed sequences: Transformers sees by their positions where they begin, without one alone.
+
+    Where positions restart, that is; of one sequence with gaps, such as tokens that were evicted, a family makes one.
+    """
     positions = kwargs.get("position_ids")
     if positions is not None and positions.dim() == 3:  # of time, height and width; before these may be the text's
         positions = positions[0] if len(positions) == 4 else None
@@ -669,7 +696,7 @@ def keep_packed_sequences_apart(kwargs: dict[str, Any]) -> None:
         return
     if torch.compiler.is_compiling():
         kwargs.setdefault("use_cache", False)
-    elif kwargs.get("use_cache") is not False and bool((positions.diff() != 1).any()):
+    elif kwargs.get("use_cache") is not False and bool((positions.diff() < 1).any()):
         kwargs["use_cache"] = False
 
 

@@ -16,7 +16,17 @@ from resformer.configuration.connected_config import plain_view
 from resformer.configuration.connection_fields import check_connections
 from resformer.configuration.sources import key_sources, value_sources
 from resformer.errors import did_you_mean
-from resformer.modeling.connection import KINDS, TOKENS, Added, Connection, Shape, crossings, kinds_in, own_fields
+from resformer.modeling.connection import (
+    KINDS,
+    PLACES,
+    TOKENS,
+    Added,
+    Connection,
+    Shape,
+    crossings,
+    kinds_in,
+    own_fields,
+)
 from resformer.modeling.versions import CACHE
 
 #: Names of projections whose whole output is values, of fused ones whose output ends with the values of all heads, and
@@ -419,9 +429,8 @@ def check_own(config: Any) -> None:
                     f"{did_you_mean(field, known)}"
                 )
             if isinstance(known[field], (int, float, str)) and not _is_like(value, known[field]):
-                raise ValueError(
-                    f"`connections`[{name!r}][{field!r}] is {value!r}: expected a {type(known[field]).__name__}."
-                )
+                expected = {int: "whole number", float: "number", str: "string", bool: "bool"}[type(known[field])]
+                raise ValueError(f"`connections`[{name!r}][{field!r}] is {value!r}: expected a {expected}.")
         kind.check(kind.settings(config))
 
 
@@ -429,6 +438,23 @@ def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, (int, float) if isinstance(default, float) else type(default))
+
+
+def _what_of_class(kind: type[Connection], view: Shape, n: int) -> str | None:
+    """What is wrong with what a user's class acts on and reads in a layer."""
+    shares = {("raw_values", "value_input"): value_sources(view), ("raw_keys", "key_input"): key_sources(view)}
+    for names, sources in shares.items():
+        for place in {*kind.places} & {*names} if sources[n] != n else ():
+            return f"layer {n} takes from layer {sources[n]} what would be its {place}"
+    for name, read in kind.reads(view, n).items():
+        for each in read if isinstance(read, list) else [read]:
+            if not (isinstance(each, tuple) and [*map(type, each)] == [str, int]):
+                return f"its `reads` has {each!r} for {name!r} in layer {n}: expected (the name of a tensor, a layer)"
+        if name in {*PLACES, "hidden_states", "queries", "keys", "attention_norm"}:
+            return f"its `reads` names {name!r}, as a tensor of the layer itself is named: choose another name"
+        if name not in kind.takes and kind.between.__func__ is Connection.between.__func__:  # type: ignore[attr-defined]
+            return f"its `reads` names {name!r}, which its `forward` does not take"
+    return None
 
 
 def why_not(decoder: Decoder, view: Shape) -> str | None:
@@ -456,12 +482,16 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
     for n in kind.layers(view):
         if not 0 <= n < len(layers):
             return f"it has {len(layers)} layers, and none is layer {n}"
+        if kind.fields_of is None and (reason := _what_of_class(kind, view, n)):
+            return reason
         for name, maker in crossings(kind.reads(view, n)):
             if (name, maker) != TOKENS and not 0 <= maker < n:
                 return f"layer {n} would read the {name} of layer {maker}, which is none before it"
     for own in (getattr(each, kind.name, None) for each in (*layers, decoder.module)):
         if not isinstance(own, (Added, type(None))):
             return f"its modules have an attribute {kind.name!r} of their own: choose another name"
+    if getattr(decoder.module, "layerdrop", 0):
+        return "in training it drops layers, which others read: load it with `layerdrop=0`"
     if decoder.loops:
         return "its layers run several times in a pass"
     with_values = [each for each in places if each.values is not None]
@@ -489,7 +519,7 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
             return "its cache holds latents, of which past tokens' values are made again, but not what they read"
         if any("values" in place for place in kind.places) and decoder.caches_differ:
             return "its cache holds latents of all tokens in some layers, and of a window in others"
-    if needs & {*SUBLAYER_INPUTS, *SUBLAYERS_ADDED, "layer_input", "layer_output"} and decoder.lanes:
+    if needs & _OF_THE_STREAM and decoder.lanes:
         return "its residual stream has several lanes"
     if needs & {*SUBLAYER_INPUTS}:
         without = next((n for n, each in enumerate(places) if each.norms is None), None)

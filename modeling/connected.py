@@ -18,7 +18,7 @@ from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.acting import ConnectedLayer, change_class, keep_packed_sequences_apart
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connection import Added, StartsAsStated, set_initial_values, tensors_of
+from resformer.modeling.connection import Added, StartsAsStated, set_initial_values, tensors_of, with_every_field
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.in_vllm import prepare_for_vllm
 from resformer.modeling.installing import add_connections
@@ -117,6 +117,8 @@ class ConnectedModel(PreTrainedModel):
             ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
             self._keys_to_ignore_on_load_unexpected = {*ignored, *(f"{re.escape(name)}$" for name in names)}
         view = decoder.view(self.config)
+        if view.connections:
+            self.config.connections = with_every_field(view.connections)
         if isinstance(decoder.module, PreTrainedModel) and not isinstance(decoder.module, ConnectedModel):
             become_connected(decoder.module, type(self.config))
         add_connections(self, decoder, view)

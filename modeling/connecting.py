@@ -13,13 +13,22 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.connection_fields import ConnectionFields, reason
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, fields_within_kinds
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.acting import ConnectedLayer, Switch, change_class
 from resformer.modeling.any_decoder import Decoder, check_own, text_config
-from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
-from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields, set_initial_values
+from resformer.modeling.connected import ConnectedModel, added_modules, become_connected, not_reentrant
+from resformer.modeling.connection import (
+    KINDS,
+    Added,
+    Connection,
+    kinds_in,
+    own_fields,
+    set_initial_values,
+    with_every_field,
+)
 from resformer.modeling.families import config_class
 from resformer.modeling.installing import remove_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
@@ -219,7 +228,7 @@ def with_further(config: Any, fields: Mapping[str, Any], *, plain: bool) -> dict
     for kind in KINDS if plain else ():
         if not had or not kind.is_in(config):
             chosen = kind.plain_start(chosen) | chosen if kind.fields_of else chosen | kind.plain_start(chosen)
-    return chosen
+    return chosen | ({"connections": with_every_field(asked)} if (asked := chosen.get("connections")) else {})
 
 
 def _connect(
@@ -300,13 +309,13 @@ def _base_of(model: Any) -> dict[str, Any]:
 def _connect_again(model: Any, fields: Mapping[str, Any], decoder: Decoder) -> None:
     """Gives a model further connections; those that it has keep their coefficients."""
     places = [*decoder.layers, decoder.module]
-    had = [{name: each for name, each in place._modules.items() if _is_connection(name)} for place in places]
+    had = [{name: each for name, each in place._modules.items() if isinstance(each, Added)} for place in places]
     for connected in [each for each in model.modules() if isinstance(each, ConnectedModel)]:
         connected.forget_connections()
     remove_connections(decoder)
-    for module in {id(each): each for each in (getattr(m, "config", None) for m in model.modules()) if each}.values():
-        if hasattr(module, "value_residual"):
-            _with_fields(module, fields)
+    for config in {id(each): each for each in (getattr(m, "config", None) for m in model.modules()) if each}.values():
+        if hasattr(config, "value_residual"):
+            _with_fields(config, fields)
     # Of a model that sees images, the text model's configuration says nothing of connections.
     knows = (each for each in [*model.modules()][::-1] if isinstance(each, ConnectedModel))
     owner = next(each for each in knows if hasattr(each.config, "value_residual"))
@@ -316,13 +325,10 @@ def _connect_again(model: Any, fields: Mapping[str, Any], decoder: Decoder) -> N
             place._modules[name].load_state_dict(module.state_dict(keep_vars=True), assign=True)
 
 
-def _is_connection(name: str) -> bool:
-    return any(kind.name == name for kind in KINDS)
-
-
 def connection_modules(model: torch.nn.Module) -> list[str]:
     """Names of the modules with the parameters of a model's connections, such as PEFT's `modules_to_save` takes."""
-    names = {part for name, _ in model.named_parameters() for part in name.split(".")}
+    with_parameters = (name for name, each in added_modules(model).items() if any(True for _ in each.parameters()))
+    names = {part for name in with_parameters for part in name.split(".")}
     return [kind.name for kind in KINDS if kind.name in names]
 
 
@@ -392,8 +398,7 @@ def effects_of(model: Any, decoder: Decoder) -> list[str]:
     fixed = [effect for kind in kinds_in(view) for effect in kind.fixed_effects(view)]
     learned = [
         f"{name}{place} is {distance:.2g} from no effect"
-        for name, module in model.named_modules()
-        if isinstance(module, Connection) or _is_connection(name.rpartition(".")[2])
+        for name, module in added_modules(model).items()
         for distance, place in module.deviations()
         if distance != 0
     ]
@@ -438,8 +443,6 @@ def connected_config(config: PreTrainedConfig, method: Methods = None, **fields:
 
 def family_of(config: PreTrainedConfig) -> Any:
     """The class of a family's own configuration."""
-    from resformer.configuration.connected_config import ConnectedConfig
-
     return next(
         each
         for each in type(config).__mro__

@@ -250,10 +250,10 @@ class Connection(Added):
         if not hasattr(made, "made_of"):
             raise TypeError(f"{cls.__name__}.__init__ does not call `super().__init__(shape, layer)`.")
         for module, name, value in ((each, *member) for each in made.modules() for member in vars(each).items()):
-            if isinstance(value, torch.Tensor):
+            if any(isinstance(each, torch.Tensor) for each in (value if isinstance(value, (list, tuple)) else [value])):
                 raise TypeError(
-                    f"{type(module).__name__}.{name} is a tensor of its own, which `from_pretrained` and `to` leave "
-                    f"out: `self.register_buffer({name!r}, ..., persistent=False)`."
+                    f"{type(module).__name__}.{name} has a tensor of its own, which `from_pretrained` and `to` leave "
+                    f"out: `self.register_buffer({name!r}, ..., persistent=False)`, or a ParameterList."
                 )
         return made
 
@@ -286,7 +286,7 @@ class Connection(Added):
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
         """Field -> value, of a class whose fields are its annotated attributes."""
-        return own_fields(cls) | dict((getattr(config, "connections", None) or {}).get(cls.name) or {})
+        return with_defaults(cls, (getattr(config, "connections", None) or {}).get(cls.name))
 
     @classmethod
     def field_values(cls, config: Any) -> dict[str, Any]:
@@ -332,6 +332,11 @@ class Connection(Added):
     def of_decoder(cls, config: Any) -> Added | None:
         """The module of the whole decoder, for what cannot be a layer's."""
         return None
+
+    @classmethod
+    def is_of_layers(cls) -> bool:
+        """Whether it is a user's class with no module of the whole decoder."""
+        return cls.fields_of is None and cls.of_decoder.__func__ is Connection.of_decoder.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def made_of_decoder(cls, config: Any) -> Added | None:
@@ -408,13 +413,32 @@ def own_fields(kind: type[Connection]) -> dict[str, Any]:
     return found
 
 
+def with_every_field(connections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The same `connections`, with the fields that they leave out: a class may get other defaults later."""
+    kinds = {kind.name: kind for kind in KINDS}
+    return {name: with_defaults(kinds[name], given) for name, given in connections.items()}
+
+
+def with_defaults(kind: type[Connection], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All fields of such a class: the given values, and defaults. Tuples come back from a file as lists."""
+    defaults = copy.deepcopy(own_fields(kind))
+    of_tuples = {name for name, value in defaults.items() if isinstance(value, tuple)}
+    return defaults | {
+        name: tuple(value) if name in of_tuples and isinstance(value, list) else value
+        for name, value in (given or {}).items()
+    }
+
+
 def _add_kind(kind: type[Connection]) -> None:
     """Makes a class known, in the place of an older one of its name: a notebook's cell is run again."""
     name = kind.name
     if not isinstance(name, str) or not name.isidentifier() or name in _OF_A_LAYER:
         raise TypeError(f"{kind.__qualname__}.name is {name!r}: expected a name that a module can have.")
-    if not {*kind.places} <= {*PLACES}:
-        raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(PLACES)}.")
+    places = [each for each in PLACES if each != "embeddings" or kind.fields_of]  # where the package's own alone act
+    if not {*kind.places} <= {*places}:
+        raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(places)}.")
+    if not isinstance(kind.order, (int, float)):
+        raise TypeError(f"{kind.__qualname__}.order is {kind.order!r}: expected a number.")
     older = next((each for each in KINDS if each.name == name), None)
     if kind.fields_of is None:
         if (name in METHODS and older is None) or (older is not None and older.fields_of is not None):

@@ -44,7 +44,7 @@ from resformer.modeling.connection import (
     kinds_in,
     set_initial_values,
 )
-from resformer.modeling.connections import KINDS
+from resformer.modeling.connections import KINDS as KINDS  # makes the package's own known, in bundles too
 
 #: Places within an attention.
 WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "keys", "hidden_states"}
@@ -123,24 +123,22 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
 def remove_connections(decoder: Decoder) -> None:
     """Takes them away: the layers are again of the classes that they had, without projections that sharing took."""
     passes: Any = decoder.layers.passes
+    added: set[str] = set()
     for layer in decoder.layers:
         connected: Any = layer
-        names = [*connected.connections]
+        names = connected.connections
+        added.update(names)
         for module in list(layer.modules()):
             _undo(module)
         for name in names:
             del layer._modules[name]
-    for name in {each.name for each in kinds_with_decoder_modules(decoder.module)}:
-        del decoder.module._modules[name]
+    for name in added:
+        decoder.module._modules.pop(name, None)
     if getattr(passes, "hook", None) is not None:
         passes.hook.remove()
     for module in (decoder.layers, decoder.module):
         vars(module).pop("passes", None)
         _undo(module)
-
-
-def kinds_with_decoder_modules(module: nn.Module) -> list[type[Connection]]:
-    return [kind for kind in KINDS if kind.name in module._modules]
 
 
 def _around_of_layer(places: LayerPlaces, needs: set[str], within: bool) -> tuple[tuple[str, Callable[..., Any]], ...]:

@@ -73,9 +73,7 @@ def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] 
         or len({tensor.device for tensor in tensors}) > 1
         or len({state.dtype for state in states}) > 1
         or not {*map(type, tensors)} <= {torch.Tensor, nn.Parameter}
-        or (
-            forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
-        )
+        or forward_ad._current_level >= 0  # tangents may begin later
     )
 
 
@@ -93,8 +91,9 @@ def derivatives(
 ) -> tuple[torch.Tensor | None, ...]:
     """Within a backward pass that `is_differentiated`, the gradients of `inputs` by those of `function`'s outputs, as
     autograd makes them: they have gradients too. `None` for an input that needs none."""
-    needed = [each for each in inputs if each.requires_grad]
     with torch.enable_grad():
+        inputs = [each.view_as(each) for each in inputs]  # one may be made of another, through which nothing flows here
+        needed = [each for each in inputs if each.requires_grad]
         pairs = zip(function(*inputs), gradients, strict=True)
         outputs = {output: given for output, given in pairs if output.requires_grad and given is not None}
         options = {"create_graph": True, "allow_unused": True}

@@ -260,12 +260,12 @@ def three_prompts() -> Batch:
 RAGGED = three_prompts()
 
 
-def training_rows(count: int, length: int = 12) -> list[Batch]:
+def training_rows(count: int) -> list[Batch]:
     """Random tokens; row n has labels on its last n mod 9 + 3 tokens only, so that batches differ in their number."""
-    ids = torch.randint(3, TINY["vocab_size"], (count, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, TINY["vocab_size"], (count, 12), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     for n in range(count):
-        labels[n, : length - n % 9 - 3] = -100
+        labels[n, : 9 - n % 9] = -100
     return [{"input_ids": ids[n], "labels": labels[n]} for n in range(count)]
 
 

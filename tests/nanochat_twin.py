@@ -53,16 +53,14 @@ def window(era: int, context: int) -> int:
     return context // divisor if era < 3 else -(-context // divisor // 128) * 128
 
 
-def random_weights(
-    era: int, sizes: dict[str, Any] = SIZES, seed: int = 0, scale: float = 1.5
-) -> dict[str, torch.Tensor]:
+def random_weights(era: int) -> dict[str, torch.Tensor]:
     """Of no symmetry and no zeros, in nanochat's dtypes: tables in bfloat16."""
-    draw = torch.Generator().manual_seed(seed)
-    width, layers, rows = sizes["n_embd"], sizes["n_layer"], -(-sizes["vocab_size"] // 64) * 64
-    values = sizes["n_kv_head"] * width // sizes["n_head"]
+    draw = torch.Generator().manual_seed(0)
+    width, layers, rows = SIZES["n_embd"], SIZES["n_layer"], -(-SIZES["vocab_size"] // 64) * 64
+    values = SIZES["n_kv_head"] * width // SIZES["n_head"]
 
     def normal(*shape: int, deviation: float | None = None) -> torch.Tensor:
-        return torch.randn(shape, generator=draw) * (deviation or scale * shape[-1] ** -0.5)
+        return torch.randn(shape, generator=draw) * (deviation or 1.5 * shape[-1] ** -0.5)
 
     weights = {
         "transformer.wte.weight": normal(rows, width, deviation=0.8).bfloat16(),
@@ -75,7 +73,7 @@ def random_weights(
         weights[f"transformer.h.{n}.mlp.c_proj.weight"] = normal(width, 4 * width)
         if era >= 2 and has_table(n, layers):
             weights[f"value_embeds.{n}.weight"] = normal(rows, values, deviation=0.5).bfloat16()
-            weights[f"transformer.h.{n}.attn.ve_gate.weight"] = normal(sizes["n_kv_head"], ERAS[era][1])
+            weights[f"transformer.h.{n}.attn.ve_gate.weight"] = normal(SIZES["n_kv_head"], ERAS[era][1])
     if era >= 1:
         weights["resid_lambdas"] = 1 + normal(layers, deviation=0.1)
         weights["x0_lambdas"] = normal(layers, deviation=0.3)
@@ -142,12 +140,12 @@ def logits(
     return softcap * torch.tanh(scores / softcap)
 
 
-def pickled(ranks: dict[bytes, int] = RANKS, special: list[str] = SPECIAL, protocol: int = 4) -> bytes:
+def pickled(ranks: dict[bytes, int] = RANKS, protocol: int = 4) -> bytes:
     """As tiktoken pickles an `Encoding`, without tiktoken."""
     module: Any = types.ModuleType("tiktoken.core")
     module.Encoding = type("Encoding", (), {"__module__": "tiktoken.core", "__qualname__": "Encoding"})
     encoding = module.Encoding()
-    tokens = {f"<|{name}|>": len(ranks) + n for n, name in enumerate(special)}
+    tokens = {f"<|{name}|>": len(ranks) + n for n, name in enumerate(SPECIAL)}
     vars(encoding).update(name="rustbpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=tokens)
     before = {name: sys.modules.get(name) for name in ("tiktoken", "tiktoken.core")}
     sys.modules |= {"tiktoken": types.ModuleType("tiktoken"), "tiktoken.core": module}
@@ -158,27 +156,25 @@ def pickled(ranks: dict[bytes, int] = RANKS, special: list[str] = SPECIAL, proto
             sys.modules.pop(name) if old is None else sys.modules.update({name: old})
 
 
-def encoded(text: str, ranks: dict[bytes, int] = RANKS) -> list[int]:
+def encoded(text: str) -> list[int]:
     """tiktoken's numbers: of each word, the neighbours of the lowest rank are joined, the first of them first."""
     ids: list[int] = []
     for word in regex.findall(PATTERN, text):
         parts = [bytes([byte]) for byte in word.encode()]
-        while pairs := [(ranks[a + b], n) for n, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        while pairs := [(RANKS[a + b], n) for n, (a, b) in enumerate(pairwise(parts)) if a + b in RANKS]:
             _, n = min(pairs)
             parts[n : n + 2] = [parts[n] + parts[n + 1]]
-        whole = ranks.get(word.encode())
-        ids += [ranks[part] for part in parts] if whole is None else [whole]
+        whole = RANKS.get(word.encode())
+        ids += [RANKS[part] for part in parts] if whole is None else [whole]
     return ids
 
 
-def save_run(
-    folder: Path, era: int, *, sizes: dict[str, Any] = SIZES, step: int = 100, **weights: Any
-) -> dict[str, Any]:
+def save_run(folder: Path, era: int, *, step: int = 100) -> dict[str, Any]:
     """Writes a run as nanochat does and returns its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_weights(era, sizes, **weights)
+    tensors = random_weights(era)
     torch.save(tensors, folder / f"model_{step:06d}.pt")
-    config = {name: size for name, size in sizes.items() if era or name != "window_pattern"}
+    config = {name: size for name, size in SIZES.items() if era or name != "window_pattern"}
     (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, "model_config": config}))
     (folder / "tokenizer.pkl").write_bytes(pickled())
     return tensors

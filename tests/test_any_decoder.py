@@ -79,7 +79,9 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     get_peft_model(adapted, LoraConfig(target_modules=["q_proj"], modules_to_save=["value_residual"]))
     reentrant = small_decoder("llama").train()
     reentrant.gradient_checkpointing_enable({"use_reentrant": True})
+    dropping = small_decoder("opt", layerdrop=0.1)
     for refused, said in (
+        (lambda: resformer.connect(dropping), "opt cannot have .*: in training it drops layers, .* `layerdrop=0`"),
         (lambda: resformer.connect(model, **bad), "expected one of .*, got learnabel. Did you mean 'learnable'\\?"),
         (lambda: resformer.connected_config(model.config, **bad), "got learnabel. Did you mean 'learnable'\\?"),
         (lambda: resformer.connect(reentrant), "Reentrant gradient checkpointing loses the gradients"),

@@ -22,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import resformer
 from resformer.configuration import METHODS, Paper
+from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import KINDS, BetweenLayers, Reads, Shape, coefficient
+from resformer.training.optimizer import is_connection, is_decayed
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
 MORE = EXAMPLE.with_name("more_connections.py")
@@ -242,7 +244,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     for refused, said in (
         ({"connections": {"tuned": {"start": 1}}}, r"`connections`\['tuned'\] has 'start'"),
-        ({"connections": {"tuned": {"init": "half"}}}, r"is 'half': expected a float"),
+        ({"connections": {"tuned": {"init": "half"}}}, r"is 'half': expected a number"),
         ({"tuned_inti": 1.0}, r"`tuned_inti` is no connection field\. Did you mean 'tuned_init'\?"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -269,6 +271,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         ({"name": 3}, "expected a name that a module can have"),
         ({"name": "own", "place": "mlp_outptu"}, "expected one of .*mlp_added"),
         ({"name": "own"}, r"Own\.place is not set: expected one of .*mlp_added"),
+        ({"name": "own", "place": "embeddings"}, "'embeddings': expected one of layer_input, .*mlp_added"),
+        ({"name": "own", "place": "mlp_added", "order": "first"}, "Own.order is 'first': expected a number"),
         ({"name": "own", "place": "mlp_added"}, "Own has no `forward`, which takes the mlp_added"),
         (
             {"name": "own", "place": ["mlp_added"], "forward": Rotated.forward, "plain": None},
@@ -289,14 +293,31 @@ def made_with(**members: Any) -> type[resformer.Connection]:
     return type("Own", (resformer.Connection,), members)
 
 
+def test_a_checkpoint_keeps_the_values_of_fields_that_get_other_defaults(tmp_path: Path) -> None:
+    make_tuned()
+    model = resformer.connect(small_decoder("llama"), "tuned")
+    model.save_pretrained(tmp_path / "connected")
+    config = resformer.connected_config(small_decoder("llama").config, "tuned", tuned_share=0.25)
+    any_decoder.move(drawn := AutoModelForCausalLM.from_config(config))
+    drawn.save_pretrained(tmp_path / "drawn")
+    type("Later", (make_tuned(),), {"name": "tuned", "init": 3.0, "share": 2.0})
+    for before in (model, drawn):
+        folder = tmp_path / ("connected" if before is model else "drawn")
+        after = AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(any_decoder.logits_of(after), any_decoder.logits_of(before))
+        assert after.config.connections == before.config.connections
+    assert drawn.config.connections == {"tuned": {"init": 0.5, "share": 0.25}}
+
+
 def test_a_class_is_a_method_by_itself_and_among_others() -> None:
-    kind = made_with(forward=lambda self, added, *_, **__: added)
+    fields = {"scale": 1.0, "__annotations__": {"scale": float}}
+    kind = made_with(forward=lambda self, added, *_, **__: added, **fields)
     plain = any_decoder.logits_of(small_decoder("llama"))
     for method in (kind, [kind, "denseformer"], {kind: {}}):
         model = resformer.connect(small_decoder("llama"), method)
-        assert (model.config.connections, model.config.dwa) == ({"own": {}}, isinstance(method, list))
+        assert (model.config.connections, model.config.dwa) == ({"own": {"scale": 1.0}}, isinstance(method, list))
         assert torch.equal(any_decoder.logits_of(model), plain)
-        assert resformer.connected_config(small_decoder("llama").config, method).connections == {"own": {}}
+        assert resformer.connected_config(small_decoder("llama").config, method).connections == model.config.connections
     made_with()
     for method, said in (
         (kind, "Own has no `name` of its own, or a later class has the same"),
@@ -311,18 +332,32 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
     def broken(self: Any, shape: Shape, layer: int) -> None:
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def constant(self: Any, shape: Shape, layer: int) -> None:
-        resformer.Connection.__init__(self, shape, layer)
-        self.constant = torch.ones(64)
+    def reads(name: str, maker: Any, argument: str = "other") -> classmethod:
+        return classmethod(lambda cls, shape, layer: {argument: (name, maker)} if layer else {})
 
-    def reads(name: str, maker: int) -> classmethod:
-        return classmethod(lambda cls, shape, layer: {"other": (name, maker)} if layer else {})
+    def takes_other(self: Any, added: torch.Tensor, other: Any = None) -> torch.Tensor:
+        return added
 
     model = small_decoder("llama")
     before, kind = any_decoder.logits_of(model), type(model)
     for members, error, said in (
         ({"layers": classmethod(lambda cls, shape: [9])}, ValueError, "it has 4 layers, and none is layer 9"),
-        ({"reads": reads("mlp_added", 2)}, ValueError, "layer 1 would read the mlp_added of layer 2, which is none"),
+        ({"reads": reads("mlp_added", 0)}, ValueError, "`reads` names 'other', which its `forward` does not take"),
+        (
+            {"reads": reads("mlp_added", 0, "queries")},
+            ValueError,
+            "'queries', as a tensor of the layer itself is named",
+        ),
+        (
+            {"reads": reads("mlp_added", None)},
+            ValueError,
+            r"has \('mlp_added', None\) for 'other' in layer 1: expected",
+        ),
+        (
+            {"reads": reads("mlp_added", 2), "forward": takes_other},
+            ValueError,
+            "layer 1 would read the mlp_added of layer 2, which is none",
+        ),
         ({"__init__": broken}, AttributeError, "before Module.__init__"),
         (
             {"__init__": lambda self, *_: torch.nn.Module.__init__(self)},
@@ -335,8 +370,17 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
         assert type(model) is kind
         assert torch.equal(any_decoder.logits_of(model), before)
     for members, said in (
-        ({"reads": reads("mlp_outputs", 0)}, "mlp_outputs: it is no place, .* Did you mean 'mlp_input'"),
-        ({"forward": lambda self, added: None}, "`own` returns None at mlp_added: its `forward` returns the tensor"),
+        (
+            {"reads": reads("mlp_outputs", 0), "forward": takes_other},
+            "mlp_outputs: it is no place, .* Did you mean 'mlp_input'",
+        ),
+        ({"forward": lambda self, added: added.add_(1)}, "`own` changes a tensor in place at mlp_added, .*`x = x"),
+        ({"forward": lambda self, added: (added, added)}, r"`own` returns tuple at .*, alone or as `\(tensor, {name"),
+        ({"forward": lambda self, added, ohter: added}, "`own` takes 'ohter' at mlp_added, which layer 0 lacks"),
+        (
+            {"forward": lambda self, added: None},
+            "`own` returns NoneType at mlp_added: its `forward` returns the tensor",
+        ),
         (
             {"forward": lambda self, added: added[0]},
             r"`own` returns a tensor of shape \(9, 64\) at mlp_added: .* \(2, 9, 64\)",
@@ -491,6 +535,35 @@ def test_a_name_that_a_layer_has_already_is_refused_before_the_model_is_changed(
     with pytest.raises(ValueError, match=f"have an attribute '{name}' of their own: choose another name"):
         resformer.connect(model, kind)
     assert type(model).__name__ == "Gemma3ForCausalLM"
+
+
+def test_a_class_that_is_named_as_a_part_of_a_family_leaves_that_family_alone() -> None:
+    for name in ("experts", "rotary_emb"):
+        type(name, (make_tuned(),), {"name": name})
+    model = small_decoder("qwen3_moe")
+    before = {name: id(each) for name, each in model.named_modules()}
+    groups = [name for name, each in model.named_parameters() if is_decayed(name, each)]
+    resformer.connect(resformer.connect(model, "denseformer"), "resformer-gated")
+    assert resformer.connection_modules(model) == ["depth_average", "value_residual"]
+    assert [name for name, each in model.named_parameters() if is_decayed(name, each)] == groups
+    assert {name for name, _ in model.named_parameters() if is_connection(name)} == {
+        f"{name}.{each}" for name, module in added_modules(model).items() for each, _ in module.named_parameters()
+    }
+    resformer.disconnect(model)
+    assert {name: id(each) for name, each in model.named_modules()} == before
+
+
+def test_two_classes_that_return_one_tensor_and_one_of_values_that_are_shared_are_refused() -> None:
+    make_tuned()
+    type("Other", (make_tuned(),), {"name": "other"})
+    with pytest.raises(ValueError, match="`other` and `tuned` both return 'unmixed' in layer 0: give one of them"):
+        any_decoder.logits_of(resformer.connect(small_decoder("llama"), ["tuned", "other"]))
+    made_with(place="raw_values")
+    model = small_decoder("llama")
+    with pytest.raises(ValueError, match="cannot have `own`: layer 1 takes from layer 0 what would be its raw_values"):
+        resformer.connect(model, ["svformer", "own"], lossy=True)
+    made_with(place="raw_values", layers=classmethod(lambda cls, shape: [0]))
+    any_decoder.logits_of(resformer.connect(model, ["svformer", "own"], lossy=True))
 
 
 def test_two_classes_that_read_two_tensors_under_one_name_are_refused() -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import any_decoder
 import pytest
 import torch
 from checkpoints import save_checkpoint, stored
@@ -14,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from resformer import retrofit
 from resformer.configuration.methods import method_of
 from resformer.convert import CheckpointError, revert
-from resformer.training.optimizer import is_connection
 
 RECORD = "resformer_conversion.json"
 
@@ -28,11 +28,9 @@ def trained(folder: Path, method: str, dtype: torch.dtype = torch.float32, **fie
 
 
 def move(source: Path, output: Path, kind: str) -> None:
-    """Saves the model with random coefficients, those whose names hold `kind`."""
+    """Saves the model with random coefficients of this kind; of none: of all."""
     model = AutoModelForCausalLM.from_pretrained(source)
-    for name, parameter in model.named_parameters():
-        if is_connection(name) and kind in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    any_decoder.move(model, kind)
     model.save_pretrained(output)
 
 

@@ -169,8 +169,8 @@ def norm(**values: Any) -> Damage:
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
-def added(name: str, entry: object = EMPTY) -> Damage:
-    return header(lambda entries: entries.update({name: entry}))
+def added(name: str) -> Damage:
+    return header(lambda entries: entries.update({name: EMPTY}))
 
 
 def many_tensors(count: int) -> Damage:
@@ -462,10 +462,10 @@ VALUES_OF_JSON = st.recursive(
 
 
 @st.composite
-def mutated(draw: Any, value: dict[str, Any], most: int = 3) -> dict[str, Any]:
-    """A JSON object with values replaced, nudged or removed in up to `most` places."""
+def mutated(draw: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with values replaced, nudged or removed in up to three places."""
     value = json.loads(json.dumps(value))
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, 3))):
         every = list(places(value))
         if not every:
             break

@@ -399,6 +399,11 @@ def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_d
                     (first,) = torch.autograd.grad(square, alone[number], create_graph=True, allow_unused=True)
                     if first is not None:
                         found[-1] += [first, *torch.autograd.grad(first.sum(), alone[number], retain_graph=True)]
+        made = [inputs[0], *(each * inputs[0].mean() for each in inputs[1:])]  # as in a model: of one another
+        outputs = run(*made)
+        square = sum(each.square().sum() for each in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+        first = torch.autograd.grad(square, inputs, create_graph=True)
+        found[-1] += [*first, *torch.autograd.grad(sum(each.sum() for each in first), inputs)]
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert torch.autograd.gradcheck(function, inputs)

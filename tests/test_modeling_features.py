@@ -386,6 +386,8 @@ def test_blocks_that_the_first_layers_cannot_keep_are_refused(tmp_path: Path) ->
         ValueError, match=r"blocks of `delta_attention_residuals` begin at layers \[0, 1, 3, 4\], which are no"
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=5)
+    off = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=5, delta_attention_residuals=False)
+    assert off.config.num_hidden_layers == 5
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3).config.delta_attention_residual_blocks == 2
     )

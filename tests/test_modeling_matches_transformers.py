@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT
-from conftest import RAGGED, TINY, Batch, randomise, starting_as_llama
+from conftest import RAGGED, TINY, randomise, starting_as_llama
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, connected_config
@@ -31,11 +31,12 @@ def twins(
     return original, model
 
 
-def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, batch: Batch = RAGGED) -> None:
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel) -> None:
+    ids, mask = RAGGED["input_ids"], RAGGED["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for inputs in (
         {"input_ids": ids},
+        {"input_ids": ids, "position_ids": 3 * torch.arange(ids.shape[1]).expand_as(ids)},  # no restart: one sequence
         {"input_ids": ids, "attention_mask": mask},
         {"input_ids": ids, "attention_mask": mask, "position_ids": positions},
         {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)},

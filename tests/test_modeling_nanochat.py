@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_server import python
 from conftest import RAGGED, SMEAR, TINY, WINDOWS, family_config, randomise
+from test_modeling_features import logits_of
 from test_modeling_generation import generate
 from transformers import (
     AutoModel,
@@ -21,7 +22,6 @@ from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
-    PreTrainedModel,
     StaticCache,
     Trainer,
 )
@@ -40,11 +40,6 @@ def nanochat(method: str | None = "nanochat", *, attention: str = "sdpa", **fiel
     config = family_config("nanochat_2026", method, **{**SMEAR, **WINDOWS, **fields})
     config._attn_implementation = attention
     return randomise(AutoModelForCausalLM.from_config(config)).eval()
-
-
-@torch.no_grad()
-def logits_of(model: PreTrainedModel, *given: Any, **named: Any) -> torch.Tensor:
-    return model(*given, **named).logits
 
 
 @torch.no_grad()

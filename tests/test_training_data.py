@@ -410,9 +410,6 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert source_digest(str(tmp_path)) != before
 
 
-END = byte_tokenizer().eos_token
-
-
 @pytest.mark.parametrize("parse_special", [False, True])
 def test_special_tokens_that_a_text_spells_stay_text(parse_special: bool) -> None:
     tokenizer = byte_tokenizer()

@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,22 @@ COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
 #: The token embedding, which can have a rate, too.
 EMBEDDINGS = "embeddings"
 
+#: Modules that torch puts around others.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
 #: Names of parameters, or of their modules, that are not decayed and get no Muon, whatever their shape.
 _NO_MATRIX = re.compile(r"(norm|sink|lambda|a_log)[^.]*(\.[^.]+)?$")
 
 
 def is_connection(parameter_name: str) -> bool:
-    """Whether the parameter belongs to an added connection: it lies under the module of one of `KINDS`."""
-    return not {kind.name for kind in KINDS}.isdisjoint(parameter_name.split("."))
+    """Whether the parameter belongs to an added connection: it lies under the module of one of `KINDS`.
+
+    A user's class may have the name of a module deep within some family (`experts`): its own follow a layer's number,
+    but for the decoder's.
+    """
+    parts = [part for part in parameter_name.split(".") if part not in _WRAPPERS]
+    of_layers = {part for number, part in pairwise(parts) if number.isdecimal()}
+    return any(kind.name in (of_layers if kind.is_of_layers() else parts) for kind in KINDS)
 
 
 def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:

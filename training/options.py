@@ -26,8 +26,11 @@ def count(text: str | int) -> int:
     """The number that a text such as 300k, 1.6B or 2,048 stands for; raises ValueError if it stands for none."""
     text = str(text)  # Typer passes defaults, too
     number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    value = float(number.replace(",", "").replace("_", "")) * unit
-    if not (value > 0 and value == round(value)):
+    try:
+        value = float(number.replace(",", "").replace("_", "")) * unit
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf and value == round(value)):
         raise ValueError(f"{text!r}: expected a whole number of more than 0, such as 300k or 1.6B.")
     return round(value)
 

@@ -253,6 +253,12 @@ def build_trainer(
     if has_weights_of_base := options.train == "connections" and _has_weights_of_base(options, model):
         model.config.base_model = {**model.config.base_model, "checksums": checksums(model)}
     notes = [*documents.notes, *held_out.notes]
+    if (
+        not has_rates
+        and not options.rates
+        and options.connection_learning_rate != FinetuneOptions.connection_learning_rate
+    ):
+        notes.append("the model has no connections that learn: their learning rate is not used")
     notes += [] if options.parse_special else spelt_specials({**documents, **held_out}, tokenizer)
     muon = (options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None
     notes += [] if muon is None else [check_muon(model)]
@@ -458,12 +464,27 @@ def _training_arguments(
     return arguments
 
 
+#: Field of `TrainingArguments` -> the option that sets it, where it has another name.
+_OPTION_OF = {
+    "per_device_train_batch_size": "batch",
+    "gradient_accumulation_steps": "accumulate",
+    "data_seed": "seed",
+    "activation_checkpointing": "gradient_checkpointing",
+    "torch_compile": "compile",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "output_dir": "output",
+    "resume_from_checkpoint": "resume",
+}
+
+
 def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
     """Refuses a field of `TrainingArguments` that does not exist, has an option of its own, or would do harm."""
     options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
     known = {each.name: {each.type, *get_args(each.type)} for each in fields(TrainingArguments) if each.init}
     if name in options or name in fixed:
-        raise ValueError(f"{name}: is set by an option of its own.")
+        option = _OPTION_OF.get(name, name).replace("_", "-")
+        raise ValueError(f"{name}: is set by an option of its own, --{option}.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
     harm = {

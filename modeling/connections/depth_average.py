@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from resformer.configuration.connection_fields import DepthAverageFields
 from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient
-from resformer.modeling.sums import is_ordinary, weighted_sum
+from resformer.modeling.sums import is_differentiated, is_ordinary, weighted_sum
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -194,9 +194,7 @@ class AverageNode(torch.autograd.Function):
         ctx: Any, grad_output: torch.Tensor | None, grad_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
         buffer, number = ctx.buffer, ctx.number
-        if torch.is_grad_enabled() or "Batched" in repr(
-            torch._C._dispatch_keys(buffer.empty if grad_output is None else grad_output)
-        ):
+        if is_differentiated(buffer.empty if grad_output is None else grad_output):
             raise RuntimeError(
                 "The backward pass of averages over depth has no gradients (`create_graph=True`), and takes one at a "
                 "time (not `is_grads_batched=True`): `torch.func` has both."

@@ -120,10 +120,6 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
     _tell_of_lacking_connections(peft_model.PeftModel)
 
 
-def _register_loaded_adapters(integration: ModuleType) -> None:
-    _tell_of_lacking_connections(integration.PeftAdapterMixin)
-
-
 def _tell_of_lacking_connections(model_class: Any) -> None:
     load = model_class.load_adapter
 
@@ -153,7 +149,7 @@ _REGISTRATIONS = {
     "peft.utils.constants": _register_adapter_targets,
     "peft.utils.transformers_weight_conversion": _register_adapter_targets,
     "peft.peft_model": _register_frozen_connections,
-    "transformers.integrations.peft": _register_loaded_adapters,
+    "transformers.integrations.peft": lambda module: _tell_of_lacking_connections(module.PeftAdapterMixin),
 }
 
 

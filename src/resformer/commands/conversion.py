@@ -86,7 +86,7 @@ def convert(options: Converting, source: Source, output: Output) -> Iterator[Any
     row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
     if report.source_fields:
         row("as they were", json.dumps(report.source_fields))
-    row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
+    row("parameters", f"{report.parameters:,}, of which {added:,} are added")
     row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
     for reason in report.inexact_because:
         row("lossy", reason)
