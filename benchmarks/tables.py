@@ -494,7 +494,7 @@ def of_studies() -> dict[str, list[str]]:
             f"`resformer` gains {rates['resformer']} nats and `denseformer` {rates['denseformer']}",
             f"on a BPE of {tokenised['vocabulary']:,}: its lead of {words:.3f} nats a token is "
             f"{words / tokenised['bytes_per_token']:.3f} a byte, that of `b12` {by['resformer']:.3f}",
-            f"at {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
+            f"At {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
             f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
             f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",

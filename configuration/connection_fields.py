@@ -772,6 +772,7 @@ def _warn_of_settings_without_effect(config: Any) -> None:
     delta = "`delta_attention_residuals`"
     for name, default, used, reason in (
         ("value_residual", "none", mixing_layers(config), "no layer has earlier values, and its own, to mix"),
+        ("neutreno_lambda", 0.0, any(value_sources(config)), "all layers attend to the values of the first"),
         ("value_residual_layers", None, config.value_residual != "none", mode),
         ("depth_attention_stride", 1, depth_attention, mode),
         ("depth_attention_init", 1.0, depth_attention, mode),

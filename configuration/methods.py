@@ -73,7 +73,7 @@ METHODS: dict[str, Method] = {
 #: first; docs/methods.md has the sources.
 FIRST: dict[str, tuple[str, str]] = {
     "mudd": (
-        "-0.0710 at 304M and -0.0605 at 1.2B parameters, others'",
+        "-0.0710 at 304M and -0.0605 at 1.2B parameters, others'; -0.0206 [-0.0520, +0.0108], ours (n20)",
         "1,241,024 parameters, 100.0 % of the cache, +106.5% kernels in decoding",
     ),
     "mhc": (
@@ -81,7 +81,7 @@ FIRST: dict[str, tuple[str, str]] = {
         "3,319,380 parameters, 100.0 % of the cache, +607.7% kernels in decoding",
     ),
     "attnres": (
-        "-0.0318 at 304M parameters, others'",
+        "-0.0318 at 304M parameters, others'; -0.0190 [-0.0386, +0.0007], ours (n20)",
         "34,620 parameters, 100.0 % of the cache, +70.7% kernels in decoding",
     ),
     "svformer": (
@@ -97,7 +97,7 @@ FIRST: dict[str, tuple[str, str]] = {
         "495 parameters, 100.0 % of the cache, +7.5% kernels in decoding",
     ),
     "value-embeddings": (
-        "-0.0079 [-0.0132, -0.0026], ours (main)",
+        "+0.0417 [+0.0237, +0.0596], ours (n20); -0.0079 [-0.0132, -0.0026], ours (main)",
         "94,372,200 parameters, 100.0 % of the cache, +4.8% kernels in decoding",
     ),
     "cla2": (

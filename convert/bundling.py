@@ -8,10 +8,12 @@ import ast
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,7 @@ def _own_text(kind: Any, modules: list[str]) -> str:
     for script in scripts:
         tree.body.remove(script)
         lines[script.lineno - 1 : script.end_lineno] = [""] * len(lines[script.lineno - 1 : script.end_lineno])
+    _check_imports(path, tree)
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
     used = {each.attr for each in names if isinstance(each.value, ast.Name) and each.value.id == "resformer"}
     imported = [f"from resformer import {name} as resformer_{name}" for name in sorted(used)]
@@ -204,6 +207,19 @@ def _own_text(kind: Any, modules: list[str]) -> str:
             "and keep the class of connections in one file."
         )
     return _relative(text, modules)
+
+
+def _check_imports(path: Path, tree: ast.Module) -> None:
+    """Refuses imports of modules that no package brings: files beside the user's."""
+    known = {*sys.stdlib_module_names, *packages_distributions(), "resformer"}
+    for node in ast.walk(tree):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        if not {name.partition(".")[0] for name in names} <= known:
+            raise CheckpointError(
+                f"{path}: `{ast.unparse(node)}` cannot go along: it is of no installed package. Keep what the class of "
+                "connections needs in its file."
+            )
 
 
 def _relative(text: str, modules: list[str]) -> str:

@@ -143,7 +143,15 @@ def test_every_head_loads_saves_and_loads_again(name: str, bundles: Path, facts:
     assert (found["is registered"], facts["resformer"]) == (False, [])
 
 
-@pytest.mark.parametrize("text", ["import resformer.modeling", "import torch, resformer", "from .others import weight"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import resformer.modeling",
+        "import torch, resformer",
+        "from .others import weight",
+        "import torch, helpers_of_mine",
+    ],
+)
 def test_a_class_that_cannot_go_along_is_refused(text: str, damped: Path) -> None:
     config = connected_config(small_config("qwen3"), "damped")
     source = damped.read_text()
