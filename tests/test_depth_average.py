@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.autograd.forward_ad import make_dual, unpack_dual
+from conftest import RAGGED, tiny_model
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint
 
 from resformer import ResFormerConfig
@@ -295,3 +296,19 @@ def test_no_gradient_outlives_the_backward_pass(blocks: Blocks) -> None:
     averaged[-1].sum().backward()
     assert len(gone) == len(averaged) - 1
     assert not [reference for reference in gone if reference() is not None]
+
+
+@pytest.mark.parametrize("variant", ["denseformer", "resformer-dense"])
+@pytest.mark.parametrize("of", ["mlp.down_proj", "self_attn.v_proj"])
+def test_tangents_that_begin_in_a_later_layer_are_those_of_plain_sums(variant: str, of: str) -> None:
+    model, name = tiny_model(variant, attention="eager").double(), f"model.layers.2.{of}.weight"
+    weight = model.get_parameter(name).detach()
+    tangent = torch.randn_like(weight)
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {name: given}, RAGGED["input_ids"], {"use_cache": False}).logits
+
+    _, expected = torch.func.jvp(run, (weight,), (tangent,))  # transforms take plain sums
+    with torch.no_grad(), dual_level():
+        got = unpack_dual(run(make_dual(weight, tangent))).tangent
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
