@@ -49,7 +49,7 @@ class Part:
     source: str
     license: str | None
     tokens: int  # that were trained on, again where it was repeated
-    passes: float | None = None  # over all of it; of a stream, how many had begun
+    passes: float | None = None  # over the whole source; of a stream, how many have begun
 
 
 @dataclass

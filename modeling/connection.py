@@ -192,8 +192,8 @@ class Connection(Added):
     #: Its fields of the configuration: those of this dataclass. `None`: its annotated attributes.
     fields_of: ClassVar[type | None] = None
     fields: ClassVar[tuple[str, ...]] = ()
-    #: The initial values with which what is learned starts as the plain family; empty if none do. Of a class that is no
-    #: part of this package, empty if it starts so with any; of one that does not state it, it is not known.
+    #: Values of its fields with which the plain family's outputs stay as they are; empty if there are none. In a user's
+    #: class `{}` is: any values do; where it is not defined, it is not known.
     plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called, one place or several; `None`: not in the layer.
     place: ClassVar[str | tuple[str, ...] | None] = None
@@ -297,7 +297,7 @@ class Connection(Added):
 
     @classmethod
     def is_in(cls, config: Any) -> bool:
-        """Whether `config` sets any of its fields; an initial value alone is no connection."""
+        """Whether `config` turns this connection on; an initial value alone does not."""
         if cls.fields_of is None:
             return cls.name in (getattr(config, "connections", None) or {})
         return any(name in cls.fields for name in connections_of(config) if not name.endswith("_init"))

@@ -99,9 +99,8 @@ def known_to_transformers(made: Any, family: type[PreTrainedModel]) -> Any:
 
 
 def named_in_transformers(made: Any) -> Any:
-    """TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
-    its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
-    """
+    """Puts the class into `transformers`, where TRL, vLLM and `transformers serve` look for what config.json's
+    `architectures` names. Importing its processors runs that module a second time, so that both copies get it."""
     for module in (transformers, sys.modules["transformers"], sys.modules[__name__]):  # the last for pickle
         setattr(module, made.__name__, made)
     return made

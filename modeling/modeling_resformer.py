@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ResFormerPreTrainedModel(ConnectedModel, LlamaPreTrainedModel):
-    """What all of them are."""
+    """The base of `ResFormerModel` and its heads: their configuration, and how Transformers may split and save them."""
 
     config: ResFormerConfig
     config_class = ResFormerConfig

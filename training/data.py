@@ -41,7 +41,7 @@ STANDARD_HELD_OUT = 0.1
 #: What lists the files that `resformer tokenize` has written, in their folder.
 INDEX = "index.json"
 
-_CELLS = {"keep_default_na": False, "index_col": False}  # NA is a text, and no column names the rows
+_CELLS = {"keep_default_na": False, "index_col": False}  # "NA" stays text, and the first column is no index
 _CELLS_LOST = "Length of header or names"  # pandas' warning, where a row has more cells than there are columns
 #: Suffix of a file -> the builder of `datasets` that reads it, and its options.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {

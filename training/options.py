@@ -81,11 +81,11 @@ def unfinished_of(output: str) -> Path:
 
 
 def shared(values: Any, kind: Any) -> dict[str, Any]:
-    """What `values` has of the fields of the dataclass `kind`."""
+    """The attributes of `values` that are fields of the dataclass `kind`."""
     return {each.name: getattr(values, each.name) for each in fields(kind) if hasattr(values, each.name)}
 
 
-#: What is expected of fields, whichever options have them.
+#: (what is expected, whether a value is that, the names of fields), whichever options have them.
 _EXPECTED: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "an integer of more than 0",

@@ -112,7 +112,7 @@ class RunBlocks(torch.utils.data.Dataset):
     Args:
         source_of: of each block, the number of its source.
         weights: shares of the tokens, one for each source; `None`: one pass is over all.
-        length: of the number of blocks until each was given once, how many the run trains on.
+        length: how many blocks the run trains on; by default, until each was given once.
     """
 
     def __init__(

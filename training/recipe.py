@@ -75,8 +75,8 @@ from resformer.untrusted import names_in
 START = "start"
 _MANY_PASSES = 4  # over the same text, which teach about as much as new text would, arXiv 2305.16264
 _OF_A_STEP = ("batch", "accumulate", "processes")
-#: Options and fields of `TrainingArguments` that may be others where a run goes on: they change no step, or are
-#: compared as what they come to.
+#: Options and fields of `TrainingArguments` that may be others where a run is resumed: they change no step, or what
+#: they come to is compared.
 _FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
     r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint|warmup_steps"

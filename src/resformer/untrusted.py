@@ -47,7 +47,7 @@ def regular_file(path: Path, folder: Path | None = None, *, within: bool = False
 def inside(path: Path, folder: Path, *, within: bool = False) -> Path:
     """The resolved path. No link in any part of it below `folder` is followed out of it.
 
-    Exceptions: links of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
+    Links that may leave it: those of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
     `folder`.
 
     Args:
