@@ -112,7 +112,7 @@ class RunBlocks(torch.utils.data.Dataset):
     Args:
         source_of: of each block, the number of its source.
         weights: shares of the tokens, one for each source; `None`: one pass is over all.
-        length: how many blocks the run trains on; by default, until each was given once.
+        length: given the number of blocks until each was given once, returns how many the run trains on.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ def regular_file(path: Path, folder: Path | None = None, *, within: bool = False
 def inside(path: Path, folder: Path, *, within: bool = False) -> Path:
     """The resolved path. No link in any part of it below `folder` is followed out of it.
 
-    Links that may leave it: those of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
-    `folder`.
+    Links that may leave it: those of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index
+    directly in `folder`.
 
     Args:
         within: make no exception but the Hub's cache.
