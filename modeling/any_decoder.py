@@ -429,7 +429,8 @@ def check_own(config: Any) -> None:
                     f"{did_you_mean(field, known)}"
                 )
             if isinstance(known[field], (int, float, str)) and not _is_like(value, known[field]):
-                expected = {int: "whole number", float: "number", str: "string", bool: "bool"}[type(known[field])]
+                kind_of = type(known[field])
+                expected = {int: "whole number", float: "number", str: "string"}.get(kind_of, kind_of.__name__)
                 raise ValueError(f"`connections`[{name!r}][{field!r}] is {value!r}: expected a {expected}.")
         kind.check(kind.settings(config))
 

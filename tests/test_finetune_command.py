@@ -119,9 +119,10 @@ def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(w
     before = sorted(work.iterdir())
     done = finetune(
         work, "source", "planned", "--data", "notes.txt:1", "--data", "other.txt:3", *SMALL, "--held-out-blocks", 12,
-        "--dry-run",
+        "--dry-run", "--connection-learning-rate", "0.1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "the model has no connections that learn: their learning rate is not used" in done.stdout
     counts = re.findall(r"held out      (\d+) documents of (\w+).txt", done.stdout)
     assert [name for _, name in counts] == ["notes", "other"]
     assert all(int(count) > 4 for count, _ in counts)

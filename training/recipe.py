@@ -464,17 +464,17 @@ def _training_arguments(
     return arguments
 
 
-#: Field of `TrainingArguments` -> the option that sets it, where it has another name.
-_OPTION_OF = {
-    "per_device_train_batch_size": "batch",
-    "gradient_accumulation_steps": "accumulate",
-    "data_seed": "seed",
-    "activation_checkpointing": "gradient_checkpointing",
-    "torch_compile": "compile",
-    "num_train_epochs": "epochs",
-    "max_steps": "steps",
-    "output_dir": "output",
-    "resume_from_checkpoint": "resume",
+#: Field of `TrainingArguments` -> the options of `finetune` and `pretrain` that set it, where they have another name.
+_OPTIONS_OF = {
+    "per_device_train_batch_size": "--batch, of pretrain --micro-batch",
+    "gradient_accumulation_steps": "--accumulate, of pretrain --batch-tokens",
+    "max_steps": "--steps, of pretrain --tokens",
+    "num_train_epochs": "--epochs, of pretrain --tokens",
+    "data_seed": "--seed",
+    "activation_checkpointing": "--gradient-checkpointing",
+    "torch_compile": "--compile",
+    "output_dir": "OUTPUT",
+    "resume_from_checkpoint": "--resume",
 }
 
 
@@ -483,8 +483,8 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
     options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
     known = {each.name: {each.type, *get_args(each.type)} for each in fields(TrainingArguments) if each.init}
     if name in options or name in fixed:
-        option = _OPTION_OF.get(name, name).replace("_", "-")
-        raise ValueError(f"{name}: is set by an option of its own, --{option}.")
+        option = _OPTIONS_OF.get(name, f"--{name.replace('_', '-')}")
+        raise ValueError(f"{name}: is set by an option of its own, {option}.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
     harm = {
