@@ -18,13 +18,14 @@ from resformer.configuration.sources import key_sources, value_sources
 from resformer.errors import did_you_mean
 from resformer.modeling.connection import (
     KINDS,
-    PLACES,
+    OF_LAYERS,
     TOKENS,
     Added,
     Connection,
     Shape,
     crossings,
     kinds_in,
+    overrides,
     own_fields,
 )
 from resformer.modeling.versions import CACHE
@@ -451,9 +452,9 @@ def _what_of_class(kind: type[Connection], view: Shape, n: int) -> str | None:
         for each in read if isinstance(read, list) else [read]:
             if not (isinstance(each, tuple) and [*map(type, each)] == [str, int]):
                 return f"its `reads` has {each!r} for {name!r} in layer {n}: expected (the name of a tensor, a layer)"
-        if name in {*PLACES, "hidden_states", "queries", "keys", "attention_norm"}:
+        if name in (*OF_LAYERS, "attention_norm"):
             return f"its `reads` names {name!r}, as a tensor of the layer itself is named: choose another name"
-        if name not in kind.takes and kind.between.__func__ is Connection.between.__func__:  # type: ignore[attr-defined]
+        if name not in kind.takes and not overrides(kind, "between"):
             return f"its `reads` names {name!r}, which its `forward` does not take"
     return None
 

@@ -58,6 +58,8 @@ PLACES = (
     "mixed_values attention_output attention_added mlp_input mlp_added layer_output"
 ).split()
 
+#: Names of tensors that a layer has by itself.
+OF_LAYERS = ("hidden_states", "queries", "keys", *PLACES)
 #: Attributes that a layer with connections has.
 _OF_A_LAYER = (
     "connections layers number known around reads crossings returned acting expected end switch family mixin "
@@ -315,8 +317,7 @@ class Connection(Added):
     def needs(cls, config: Any) -> set[str]:
         """The places that it acts at, adds to or reads: a decoder that lacks one refuses it."""
         read = {name for read in cls.layers(config) for name, _ in crossings(cls.reads(config, read))}
-        seen = {"hidden_states", "queries", "keys", *PLACES}
-        return ({*cls.places, *cls.takes, *read} & seen) - {"embeddings"}
+        return ({*cls.places, *cls.takes, *read} & {*OF_LAYERS}) - {"embeddings"}
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
@@ -332,11 +333,6 @@ class Connection(Added):
     def of_decoder(cls, config: Any) -> Added | None:
         """The module of the whole decoder, for what cannot be a layer's."""
         return None
-
-    @classmethod
-    def is_of_layers(cls) -> bool:
-        """Whether it is a user's class with no module of the whole decoder."""
-        return cls.fields_of is None and cls.of_decoder.__func__ is Connection.of_decoder.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def made_of_decoder(cls, config: Any) -> Added | None:
@@ -413,6 +409,11 @@ def own_fields(kind: type[Connection]) -> dict[str, Any]:
     return found
 
 
+def overrides(kind: type[Connection], method: str) -> bool:
+    """Whether a class has its own form of a class method of `Connection`."""
+    return getattr(kind, method).__func__ is not getattr(Connection, method).__func__
+
+
 def with_every_field(connections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The same `connections`, with the fields that they leave out: a class may get other defaults later."""
     kinds = {kind.name: kind for kind in KINDS}
@@ -448,8 +449,8 @@ def _add_kind(kind: type[Connection]) -> None:
                 f"{kind.__qualname__}.name is {name!r}, which loading a {renamed} changes: choose a name that is not, "
                 "and does not end like, a part of its weights' names."
             )
-        if not kind.places and kind.between.__func__ is Connection.between.__func__:  # type: ignore[attr-defined]
-            raise TypeError(f"{kind.__qualname__}.place is not set: expected one of {', '.join(PLACES)}.")
+        if not kind.places and not overrides(kind, "between"):
+            raise TypeError(f"{kind.__qualname__}.place is not set: expected one of {', '.join(places)}.")
         if kind.places and kind.forward is Added.forward:
             raise TypeError(f"{kind.__qualname__} has no `forward`, which takes the {kind.places[0]} and returns it.")
         if not isinstance(kind.plain, dict):

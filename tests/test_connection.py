@@ -301,9 +301,8 @@ def test_a_checkpoint_keeps_the_values_of_fields_that_get_other_defaults(tmp_pat
     any_decoder.move(drawn := AutoModelForCausalLM.from_config(config))
     drawn.save_pretrained(tmp_path / "drawn")
     type("Later", (make_tuned(),), {"name": "tuned", "init": 3.0, "share": 2.0})
-    for before in (model, drawn):
-        folder = tmp_path / ("connected" if before is model else "drawn")
-        after = AutoModelForCausalLM.from_pretrained(folder)
+    for name, before in (("connected", model), ("drawn", drawn)):
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert torch.equal(any_decoder.logits_of(after), any_decoder.logits_of(before))
         assert after.config.connections == before.config.connections
     assert drawn.config.connections == {"tuned": {"init": 0.5, "share": 0.25}}

@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel, Trainer
 
 from resformer.errors import CheckpointError
+from resformer.modeling.connection import overrides
 from resformer.modeling.connections import KINDS
 from resformer.safetensors_format import read_shard
 
@@ -39,7 +40,8 @@ def is_connection(parameter_name: str) -> bool:
     """
     parts = [part for part in parameter_name.split(".") if part not in _WRAPPERS]
     of_layers = {part for number, part in pairwise(parts) if number.isdecimal()}
-    return any(kind.name in (of_layers if kind.is_of_layers() else parts) for kind in KINDS)
+    anywhere = [kind for kind in KINDS if kind.fields_of or overrides(kind, "of_decoder")]
+    return any(kind.name in (parts if kind in anywhere else of_layers) for kind in KINDS)
 
 
 def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
