@@ -440,6 +440,9 @@ def _add_kind(kind: type[Connection]) -> None:
         raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(places)}.")
     if not isinstance(kind.order, (int, float)):
         raise TypeError(f"{kind.__qualname__}.order is {kind.order!r}: expected a number.")
+    for method, own in vars(Connection).items():
+        if isinstance(own, classmethod) and not isinstance(inspect.getattr_static(kind, method), classmethod):
+            raise TypeError(f"{kind.__qualname__}.{method} is asked of the class: put `@classmethod` above it.")
     older = next((each for each in KINDS if each.name == name), None)
     if kind.fields_of is None:
         if (name in METHODS and older is None) or (older is not None and older.fields_of is not None):

@@ -274,6 +274,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         ({"name": "own", "place": "embeddings"}, "'embeddings': expected one of layer_input, .*mlp_added"),
         ({"name": "own", "place": "mlp_added", "order": "first"}, "Own.order is 'first': expected a number"),
         ({"name": "own", "place": "mlp_added"}, "Own has no `forward`, which takes the mlp_added"),
+        ({"name": "own", "place": "mlp_added", "layers": lambda config: [1]}, "is asked of .* `@classmethod` above"),
         (
             {"name": "own", "place": ["mlp_added"], "forward": Rotated.forward, "plain": None},
             "plain is None: expected a",

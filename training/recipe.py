@@ -569,7 +569,8 @@ def _loaded(name: str, **options: Any) -> Any:
         config = load_config(name)
         return language_model_class(config).from_pretrained(name, config=config, **options) if options else config
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{name}: is no checkpoint that can be loaded: {one_line(error)}") from error
+        no_folder = "" if Path(name).is_dir() else "local folder, and no "
+        raise CheckpointError(f"{name}: is no {no_folder}checkpoint that can be loaded: {one_line(error)}") from error
 
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:

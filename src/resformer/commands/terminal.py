@@ -300,7 +300,7 @@ def size(count: float) -> str:
     """A number of bytes, from bytes to TB."""
     if count < 1000:
         return f"{count:,.0f} bytes"
-    power = next((power for power in (1, 2, 3) if count < 1000 ** (power + 1)), 4)
+    power = next((power for power in (1, 2, 3) if count < 999.95 * 1000**power), 4)
     return f"{count / 1000**power:,.1f} {' kMGT'[power]}B"
 
 
