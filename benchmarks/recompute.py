@@ -75,7 +75,8 @@ def scratch(names):
             least = 0.01 * np.mean(losses[plain])
             finding = "under 1 %" if max(-low, high) < least else "cannot tell"
             finding = ("ahead" if values.mean() < 0 else "behind") if holm < 0.05 else finding
-            share = f"{100 * cache[pairs[label][0]] / cache[plain]:.0f} %"
+            share = cache[pairs[label][0]] / cache[plain]
+            share = f"{100 * share:.0f} %" if share < 1 else ""
             yield name, label, delta, finding, "<0.001" if holm < 0.001 else f"{holm:.3f}", seen, share
 
 
@@ -86,7 +87,7 @@ def studies(names):
         passes = f"{runs[0]['steps'] * tokens / parameters:.1f}"
         seeds = str(len({run["seed"] for run in runs}))
         link = f"[{name}](../benchmarks/results/study/{name}.jsonl)"
-        yield link, f"{parameters:,}", passes, f"{study['block']:,}", f"{tokens:,}", ..., ..., seeds
+        yield link, f"{parameters:,}", passes, ..., ..., seeds
 
 
 def tried(name):
@@ -127,7 +128,7 @@ def early(name):
 
 def frozen(names):
     for name, label, baseline in (f"{each}:checkpoint".split(":")[:3] for each in names.split(",")):
-        runs = [line for line in lines(name) if "study" not in line]
+        runs = sorted((line for line in lines(name) if "study" not in line), key=lambda line: line.get("seed", 0))
         most = {
             arm: max(each) for arm, each in by(runs, lambda run: run["arm"], lambda run: run.get("steps", 0)).items()
         }

@@ -97,17 +97,15 @@ def studies(names: str) -> str:
     """What the studies from scratch trained."""
     found = []
     for name, _, sweep in (pair.partition(":") for pair in names.split(",")):
-        study, chosen = report(name), {run["architecture"]: run["learning_rate"] for run in runs_of(name)[0][1]}
+        chosen = {run["architecture"]: run["learning_rate"] for run in runs_of(name)[0][1]}
         plain, others = chosen["transformer"], {rate for method, rate in chosen.items() if method != "transformer"}
         tried = sorted({run["learning_rate"] for run in runs_of(sweep)[0][1]}) if sweep else []
         cells = [f"[{name}](../benchmarks/results/study/{name}.jsonl)", f"{study_rows(name)[0]['parameters']:,}"]
-        cells += [f"{tokens_a_parameter(name):.1f}", f"{study['block']:,}", f"{study['batch'] * study['block']:,}"]
+        cells += [f"{tokens_a_parameter(name):.1f}"]
         cells += [f"[{', '.join(map(power, tried))}](../benchmarks/results/study/{sweep}.jsonl)" if sweep else ""]
         cells += [power(plain) if others == {plain} else f"{power(plain)}; methods {', '.join(map(power, others))}"]
         found.append([*cells, len(study_rows(name)[0]["seeds"])])
-    return table(
-        "study | parameters | tokens a parameter | context | tokens a step | rates tried | rate | seeds", found
-    )
+    return table("study | parameters | tokens a parameter | rates tried | rate | seeds", found)
 
 
 def power(rate: float) -> str:
@@ -131,10 +129,11 @@ def scratch(names: str) -> str:
         few |= {len(plain["seeds"])} if 2 ** (1 - len(plain["seeds"])) >= LEVEL else set()
         for row in sorted(rows, key=lambda row: row["difference"]["mean"]):
             each = row["difference"]
-            cache = f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %"
+            share = 100 * row["cache_bytes_per_token"] / plain["cache_bytes_per_token"]
+            cache = f"{share:.0f} %" if share < 100 else ""
             said = finding(each, plain["loss"])
             found.append([name, row["architecture"], with_interval(each), said, *evidence(each), cache])
-    made = table("study | method | Δ [95 %] | finding | p | detectable | cache", found)
+    made = table("study | method | Δ [95 %] | finding | p | detectable | cache, if less", found)
     least = " and ".join(f"{2 ** (1 - seeds):.2g} with {_NUMBERS[seeds]}" for seeds in sorted(few, reverse=True))
     told = f"An exact sign-flip test has no p below {least} seeds, and cannot be significant; their p are of t-tests."
     return f"{made}\n\n{told}" if few else made
@@ -254,7 +253,7 @@ def frozen(names: str) -> str:
 
 def gains(name: str, baseline: str = "checkpoint") -> dict[str, dict[str, Any]]:
     """Arm -> the difference of its longest runs from the frozen checkpoint, or another arm, and what was trained."""
-    runs = [run for _, of_study in runs_of(name) for run in of_study]
+    runs = sorted((run for _, runs in runs_of(name) for run in runs), key=lambda run: run.get("seed", 0))
     losses, steps = dict[str, list[float]](), dict[str, int]()
     for run in runs:
         steps[run["arm"]] = max(steps.get(run["arm"], 0), run.get("steps", 0))
@@ -442,7 +441,7 @@ def of_studies() -> dict[str, list[str]]:
     leads = [rows[name][method]["difference"] for name in ("five", "main") for method in ("resformer", "svformer")]
     seen = {method: row["difference"]["detectable"] for method, row in longest.items()}
     shares = sorted(100 * each / plain["loss"] for each in seen.values())
-    gains = sorted(100 * (1 - loss / other) for loss, other in PAPERS_LOSSES)
+    of_paper = sorted(100 * (1 - loss / other) for loss, other in PAPERS_LOSSES)
     ends = [(row["difference"]["low"], row["difference"]["high"]) for row in longest.values()]
     continued = [row["difference"] for row in study_rows("continued")[1:]]
     largest = max(-each["low"] for each in continued)
@@ -464,13 +463,18 @@ def of_studies() -> dict[str, list[str]]:
         method: ", ".join(f"{base - statistics.fmean(each[rate]):.3f}" for rate in sorted(each))
         for method, each in at_rates.items()
     }
+    both = ", ".join(f"{each:+.4f}" for each in gains("adapters", "LoRA")["resformer-gated and LoRA"]["values"])
+    plans = {name: report(name) for name in ("n20", "budget20", "five", "b12", "c", "main")}
+    (context,) = {plan["block"] for plan in plans.values()}
+    a_step = {name: plan["batch"] * context for name, plan in plans.items()}
+    of_main, (of_others,) = a_step.pop("main"), {*a_step.values()}
     tokenised, words = report("c"), -study_rows("c")[1]["difference"]["mean"]
     (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
     first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
     holds = {
         "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in of_b12)]),
-        "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
-        "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
+        "0 and the paper's gains": all(low < -of_paper[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
+        "its smallest gain": round(of_paper[0]) == 100 * PAPERS_GAIN,
         "the signs of n20": max(*n20["mudd"], *n20["attnres"]) < 0 < min(n20["value-embeddings"]),
         "no sink": first < llama["uniform"]["importance_ratio"],
     }
@@ -497,7 +501,7 @@ def of_studies() -> dict[str, list[str]]:
             f"At {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
             f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
-            f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",
+            f"The ResFormer paper gains {of_paper[0]:.1f} to {of_paper[-1]:.1f} %",
             f"ten times the rate gains Llama {-study_rows('n-rates')[2]['difference']['mean']:.3f} nats",
             f"`mudd` is {-kinds['mudd']:.3f} nats ahead, `resformer-gated` {-kinds['resformer-gated']:.3f}, `attnres` "
             f"{-kinds['attnres']:.3f}, `value-embeddings` {-kinds['value-embeddings']:.3f}. Ten times the rate costs "
@@ -505,6 +509,8 @@ def of_studies() -> dict[str, list[str]]:
             nothing,
             f"The largest gain that any of the {len(continued)} intervals holds is {largest:.4f} nats; up to "
             f"{max(each['detectable'] for each in continued):.4f} could have been seen",
+            f"a context of {context}, {of_others:,} tokens a step (`main`: {of_main:,})",
+            f"Connections with LoRA differ from LoRA alone by {both} nats",
             f"no p is below {min(each['holm'] for of_method in added.values() for each in of_method.values()):.2f}",
             f"at most {first:.1f} times the importance of the others, where uniform attention gives "
             f"{llama['uniform']['importance_ratio']:.1f}",

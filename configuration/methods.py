@@ -122,6 +122,8 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
         raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
     if not isinstance(method, str) or method not in METHODS:
         hint = did_you_mean(str(method), METHODS) or f" `{method}` is a field." * (method in [*CONNECTION_FIELDS])
+        if str(method).partition(":")[0] in METHODS:  # as `resformer compare` takes them
+            hint = " Fields are set apart from the method: `--set FIELD=VALUE`, in Python `FIELD=VALUE`."
         raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{hint}")
     return METHODS[method](num_hidden_layers)
 
