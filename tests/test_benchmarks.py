@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,31 @@ def test_a_stranger_recomputes_each_published_row(tmp_path: Path, script: Callab
         page = page.replace(row, wrong[-1])
     (tmp_path / "page.md").write_text(page, encoding="utf-8")
     assert sorted(recompute.main(tmp_path / "page.md").splitlines()) == sorted(row[2:-2] for row in wrong)
+
+
+def test_pictures_show_the_records(script: Callable[[str], Any]) -> None:
+    pictures, page = script("pictures"), PAGE.read_text(encoding="utf-8")
+    lines = (BENCHMARKS / "results" / "study" / "b12.jsonl").read_text(encoding="utf-8").splitlines()
+    ends = {run["method"]: run["curve"][-1] for run in map(json.loads, lines) if run.get("seed") == 0}
+    first, own = ends["resformer"]["coefficients"]["model.layers.5.value_residual.weight"]
+    depth = ends["denseformer"]["coefficients"]["model.layers.5.depth_average.weight"]
+    assert pictures.value_map()[5].tolist() == [first, 0, 0, 0, 0, own, *[0] * 6]
+    assert pictures.depth_map()[5].tolist() == [*depth, *[0] * 6]
+    b12, n20, others = pictures.gains().values()
+    for study, methods in (("b12", b12), ("n20", n20)):
+        for method, mean, (low, high) in methods:
+            assert f"| {study} | {method} | {mean:+.4f} [{low:+.4f}, {high:+.4f}] |" in page
+    assert {("mudd", -0.071, None), ("mhc", -0.0396, None)} < {*others}
+    table = (BENCHMARKS.parent / "docs" / "methods.md").read_text(encoding="utf-8")
+    moved = {
+        name: [float(cells.split(" | ")[place]) for place in (2, 5)]  # of the forward and the backward pass
+        for name, cells in re.findall(r"^\| (Llama itself|`mudd`)( \| [\d,]+ \| .*) \|$", table, re.M)
+    }
+    more = 100 * sum(moved["`mudd`"]) / sum(moved["Llama itself"])
+    assert pictures.costs()["mudd"] == pytest.approx(more, rel=1e-2)
+    for draw in pictures.PICTURES.values():
+        draw().savefig(picture := BytesIO())
+        assert picture.tell() > 10_000
 
 
 def test_sign_flips_give_a_p_where_it_can_be_significant(script: Callable[[str], Any]) -> None:
