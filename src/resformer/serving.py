@@ -5,6 +5,19 @@ The server can import no package by itself. Options are those of `transformers s
 
 import sys
 
+from resformer.errors import CheckpointError, one_line
+
+
+def check_model(name: str) -> None:
+    """Refuses a folder or Hub id, also `ID@REVISION`, without a config.json: the server would end in a traceback."""
+    from transformers import PreTrainedConfig
+
+    model, _, revision = name.partition("@")
+    try:
+        PreTrainedConfig.get_config_dict(model, revision=revision or None)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{model}: cannot be loaded: {one_line(error)}") from error
+
 
 def main() -> None:
     """Runs the server with the command line's arguments."""

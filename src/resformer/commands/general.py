@@ -20,6 +20,7 @@ from resformer.commands.terminal import (
     hand_over,
     listed,
     own_command,
+    reporting_errors,
     row,
     size,
 )
@@ -255,4 +256,9 @@ def serve(context: typer.Context) -> None:
 
     Options are its own.
     """
+    if context.args and not context.args[0].startswith("-"):
+        with reporting_errors("Nothing was started."):
+            from resformer.serving import check_model
+
+            check_model(context.args[0])
     hand_over(context, "resformer.serving")
