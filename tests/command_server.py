@@ -50,7 +50,7 @@ def python(*arguments: object, cwd: Path | None = None, **variables: str) -> str
     """What `python ARGUMENTS` prints in a new interpreter, with these environment variables; it must end well."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

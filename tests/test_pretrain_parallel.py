@@ -42,7 +42,7 @@ def pretrain(work: Path, output: str, processes: int, *options: str, **environme
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environment = {**os.environ, **QUIET, "HF_HOME": str(work / "home"), **environment}
     command = [*launcher, str(WORKER), "pretrain", output, *OPTIONS, *options]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=1800)
     assert (work / output).exists() == (done.returncode == 0) == ("KILLED_AT" not in environment), done.stderr[-3000:]
     if done.returncode == 0:  # one report, of one process
         assert json.loads(done.stdout)["processes"] == processes
@@ -126,7 +126,7 @@ def test_two_nodes_train_what_one_does(work: Path, alone: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [agent.communicate(timeout=400)[1] for agent in agents]
+    told = [agent.communicate(timeout=1800)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], told[0][-3000:]
     assert losses(work / "nodes") == pytest.approx(losses(alone), abs=1e-4)
     assert metrics(work / "nodes")["processes"] == 2
